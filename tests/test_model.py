@@ -308,7 +308,7 @@ def test_the_check_of_a_gpu_runs_here(tmp_path):
     """In the precision of a GPU. Without the parts that need one, and those that are others with
     another setting.
     """
-    parts = "parity without-adapter sync shared-prompt memory budget ahead training start".split()
+    parts = "parity decode decode-vllm-lora sync shared-prompt memory budget ahead training start".split()
     check = PROJECT / "tools/gpu_check.py"
     done = python(check, "--dtype", "bfloat16", "--parts", *parts, "autocast", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -24,6 +24,8 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -38,7 +40,7 @@ from flatlab.runs.cli import one_sentence, parse_config
 ROOT = Path(__file__).resolve().parents[1]
 DTYPE = None  # that of --dtype
 MINUTES = 15  # time limit of a part
-REQUESTS = 32  # without a GPU 8 of 32 tokens
+REQUESTS = 64  # without a GPU 8 of 32 tokens
 TOKENS = 128  # of a request
 PROMPT = 256  # tokens
 EPISODES = 8
@@ -165,27 +167,32 @@ async def sample_all(policy, tokens: int, round_number: int) -> list:
 
 def engine_rate(engine, prompts: list) -> float:
     """Tokens per second of an LLMEngine: median of three rounds after a warm-up."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
     rates = []
     for number in range(4):
         begin = time.perf_counter()
-        for i, prompt in enumerate(prompts):
-            params = SamplingParams(
-                max_tokens=TOKENS,
-                ignore_eos=True,
-                seed=i,
-                logprobs=0,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            request = {"prompt_token_ids": prompt, "cache_salt": str(number)}
-            engine.add_request(f"{number}-{i}", request, params)
+        add_requests(engine, prompts, str(number))
         while engine.has_unfinished_requests():
             engine.step()
         rates.append(TOKENS * len(prompts) / (time.perf_counter() - begin))
     return median(rates[1:])
+
+
+def add_requests(engine, prompts: list, name: str, logprobs: int | None = 0, adapter=None) -> None:
+    """Sends requests of TOKENS tokens each. name: another one for each round."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(
+            max_tokens=TOKENS,
+            ignore_eos=True,
+            seed=i,
+            logprobs=logprobs,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        request = {"prompt_token_ids": prompt, "cache_salt": name}
+        engine.add_request(f"{name} {i}", request, params, lora_request=adapter)
 
 
 def update_batch(policy, lengths=None) -> list:
@@ -266,30 +273,87 @@ def runner(model: str) -> list:
     return parity(model)
 
 
-def without_adapter(model: str) -> list:
-    """The engine without LoRA: the bound for the one with it."""
+def decode(model: str, rank: int = 32) -> list:
+    """Decoding steps of the engine with the adapter, with and without log-probs."""
+    policy = make_policy(model, lora_rank=rank, trains=False)
+    prompts = prompts_of(policy)
+    rows = [decode_row(f"adapter of rank {rank}", policy.engine, prompts)]
+    if rank == 32:
+        rows.append(decode_row("the same without log-probs", policy.engine, prompts, logprobs=None))
+    return rows
+
+
+def decode_plain(model: str) -> list:
+    """The same without an adapter: the bound."""
+    policy = make_policy(model, trains=False)
+    prompts = prompts_of(policy)
+    engine = other_engine(policy)
+    return [decode_row("without an adapter", engine, prompts)]
+
+
+def decode_vllm_lora(model: str) -> list:
+    """The same with vLLM's own LoRA, which reads the adapter from files."""
+    from vllm.lora.request import LoRARequest
+
+    policy = make_policy(model, lora_rank=32)
+    prompts = prompts_of(policy)
+    folder = FOLDER / "adapter"
+    folder.mkdir(parents=True, exist_ok=True)
+    policy.save(folder)
+    engine = other_engine(policy, enable_lora=True, max_lora_rank=32, max_loras=1)
+    adapter = LoRARequest("adapter", 1, str(folder.resolve()))
+    return [decode_row("vLLM's own LoRA, rank 32", engine, prompts, adapter=adapter)]
+
+
+def other_engine(policy, **lora):
+    """Closes the engine of the policy, and starts vLLM without our linear method."""
     from vllm import EngineArgs, LLMEngine
 
     from policy import cpu_engine_options, gpu_engine_options
 
-    policy = make_policy(model, trains=False)
-    prompts = prompts_of(policy)
-    rate = engine_rate(policy.engine, prompts)
-    options = gpu_engine_options(REQUESTS) | {"dtype": "bfloat16"}
-    if not has_gpu():
-        options = cpu_engine_options(2048)
+    options = gpu_engine_options(REQUESTS) if has_gpu() else cpu_engine_options(2048)
     arguments = EngineArgs(
         model=policy.path.base,
+        dtype=policy.dtype,
         max_model_len=2048,
         max_num_seqs=REQUESTS,
         kv_cache_memory_bytes=policy.engine.vllm_config.cache_config.kv_cache_memory_bytes,
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
         **options,
+        **lora,
     )
-    plain = engine_rate(LLMEngine.from_engine_args(arguments), prompts)
-    note = f"with the adapter {rate:.0f}: {rate / plain:.2f} x"
-    return [("sampling without an adapter", f"{plain:.0f} tokens/s", note)]
+    policy.close()
+    return LLMEngine.from_engine_args(arguments)
+
+
+def decode_row(what: str, engine, prompts: list, logprobs=0, adapter=None) -> tuple:
+    """Median time of a step in which every request gets a token, and how long of it the GPU works;
+    the second of two rounds.
+    """
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    activity = ProfilerActivity.CUDA if has_gpu() else ProfilerActivity.CPU
+    for number in range(2):
+        add_requests(engine, prompts, f"{what} {number}", logprobs, adapter)
+        ends = []
+        for _ in range(TOKENS // 2):
+            engine.step()
+            ends.append(time.perf_counter())
+        with profile(activities=[activity]) as measured:
+            for _ in range(8):
+                engine.step()
+            if has_gpu():
+                torch.cuda.synchronize()
+        while engine.has_unfinished_requests():
+            engine.step()
+    seconds = median(after - before for before, after in pairwise(ends[len(ends) // 2 :]))
+    busy = sum(event.self_device_time_total for event in measured.key_averages()) / 8
+    note = f"{len(prompts)} requests"
+    if has_gpu():
+        note += f"; the GPU works {busy / 1000:.2f} ms of it"
+    return what, f"{1000 * seconds:.2f} ms a step", note
 
 
 def sync(model: str) -> list:
@@ -618,7 +682,11 @@ PARTS = {
     "pretrained": (pretrained, {}),
     "runner-v1": (runner, {"VLLM_USE_V2_MODEL_RUNNER": "0"}),
     "runner-v2": (runner, {"VLLM_USE_V2_MODEL_RUNNER": "1"}),
-    "without-adapter": (without_adapter, {}),
+    "decode": (decode, {}),
+    "decode-r8": (partial(decode, rank=8), {}),
+    "decode-v1": (decode, {"VLLM_USE_V2_MODEL_RUNNER": "0"}),
+    "decode-plain": (decode_plain, {}),
+    "decode-vllm-lora": (decode_vllm_lora, {}),
     "sync": (sync, {}),
     "shared-base": (shared_base, {}),
     "own-base": (own_base, {}),
