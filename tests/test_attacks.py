@@ -526,7 +526,7 @@ def test_no_message_depends_on_an_answer(table, tmp_path):
 
     def said(task, content, split):
         printed = run_csv_grader(task, tmp_path, {"submission.csv": content}, split)
-        value, message = parse_grade(last_json_object(printed), task)
+        value, message, _ = parse_grade(last_json_object(printed), task)
         return value is not None, message
 
     for what, content in [("nothing wrong", "\n".join(rows).encode()), *hostile_files(rows)]:

@@ -831,7 +831,7 @@ def test_hf_cache_is_mounted_read_only_and_found(tmp_path):
 
 def leftovers():
     """Images of this process that have lost their name."""
-    label = f"flatlab.owner={docker.owner()}"
+    label = f"flatlab.owner={socket.gethostname()}:{os.getpid()}"
     return docker_api().images(filters={"dangling": True, "label": label})
 
 
@@ -866,7 +866,7 @@ def big_task(tmp_path):
 def test_large_files_are_baked_into_one_image_once(big_task, monkeypatch):
     with Env(big_task, "docker") as world:
         assert "data/big.bin (9437184 bytes)" in world.reset()
-        first = world.sandbox.image
+        first = world.sandbox.spec.image
         assert first.startswith("flatlab/flatlab-test:")
         assert do(world, "echo x >> data/big.bin").status == "ok"
     images.found_images.clear()  # as a later process
@@ -898,7 +898,7 @@ def test_a_file_of_the_image_that_the_agent_removed_is_not_graded(big_task):
 def test_images_without_a_name_are_removed_at_the_next_start(big_task):
     with Env(big_task, "docker") as world:
         world.reset()
-        docker_api().remove_image(world.sandbox.image, force=True)
+        docker_api().remove_image(world.sandbox.spec.image, force=True)
         assert leftovers()
     assert remove_leftovers()
 

@@ -67,7 +67,7 @@ def only_what_a_test_names(tmp_path, monkeypatch):
 def score_of(task, folder, artefacts, split=None):
     """The score and the message of a grader."""
     printed = run_grader(task, folder, artefacts, split or task.splits[-1])
-    return parse_grade(last_json_object(printed), task)
+    return parse_grade(last_json_object(printed), task)[:2]
 
 
 def grade(task, folder, artefacts, split="validation"):
@@ -149,14 +149,14 @@ def test_parse_grade():
         ('{"error": {"why": "size"}}', None, "size"),
         ('{"error": " \\n", "accuracy": null}', None, "no finite number called accuracy"),
         ('{"error": "' + "x" * 10_000 + '"}', None, "xxx"),
-        ("", None, "no result"),
-        ('{"a":' * 100_000, None, "no result"),
+        ("", None, "no finite number"),
+        ('{"a":' * 100_000, None, "no finite number"),
     ]
     for empty in ("null", "false", '" "'):
         cases.append((f'{{"error": {empty}, "accuracy": 0.5}}', 0.5, ""))
-        cases.append((f'{{"error": {empty}}}', None, "no result"))
+        cases.append((f'{{"error": {empty}}}', None, "no finite number"))
     for stdout, score, words in cases:
-        value, message = parse_grade(last_json_object(stdout), load_task("titanic"))
+        value, message, _ = parse_grade(last_json_object(stdout), load_task("titanic"))
         assert value == score
         assert words in message
         assert len(message) <= 500
@@ -810,9 +810,9 @@ def test_the_text_of_an_error_in_a_grader_is_for_the_user_alone(tmp_path):
 @pytest.mark.fault(26, "a grader that fails after it has printed a score")
 def test_an_artefact_that_crashes_an_honest_grader_is_no_submission(make_task, backend):
     messages = {
-        "crash": "The grader printed no result.",
+        "crash": "The grader printed no finite number called distance.",
         "exit": "The grader failed after it had printed a score.",
-        "nan": "The grader's result has no finite number called distance.",
+        "nan": "The grader printed no finite number called distance.",
         "1e300": "The distance is no finite number below 1e+100 in size.",  # it works
     }
     with Env(make_task(), backend) as world:
@@ -838,7 +838,7 @@ def test_a_transcript_keeps_what_the_grader_said_and_no_prompt_has_it(make_task)
     record = episode.to_dict()
     assert SECRET in record["turns"][1]["grader_output"]
     assert SECRET in record["score"]["grader_output"]
-    assert "The grader printed no result." in policy.prompts[-1]
+    assert "The grader printed no finite number called distance." in policy.prompts[-1]
     assert not any(SECRET in prompt for prompt in policy.prompts)
 
 
