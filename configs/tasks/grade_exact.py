@@ -68,25 +68,25 @@ def ratio(solution):
 
 
 def determinant(solution):
-    """|det| / 29^(29/2) of a matrix of 1 and -1, by Bareiss' elimination in integers."""
+    """|det| / 29^(29/2) of a matrix of 1 and -1, by Gaussian elimination in fractions."""
     size = 29
-    matrix = []
+    rows = []
     for row in items(solution, size, size, "rows"):
-        matrix.append(list(numbers(items(row, size, size, "integers in each row"), -1, 1)))
+        rows.append(numbers(items(row, size, size, "integers in each row"), -1, 1))
         if 0 in row:
             raise Invalid("each must be 1 or -1, not 0")
-    previous = 1
-    for k in range(size - 1):
-        pivot = next((i for i in range(k, size) if matrix[i][k]), None)
-        if pivot is None:
-            return 0.0
-        matrix[k], matrix[pivot] = matrix[pivot], matrix[k]
-        top = matrix[k]
-        for row in matrix[k + 1 :]:
-            for j in range(size - 1, k - 1, -1):
-                row[j] = (row[j] * top[k] - row[k] * top[j]) // previous
-        previous = top[k]
-    return abs(matrix[-1][-1]) / 29**14 / math.sqrt(29)
+    product = Fraction(1)  # of the pivots
+    while rows:
+        rows.sort(key=lambda row: row[0] == 0)
+        (pivot, *top), *rest = rows
+        product *= pivot
+        if not pivot:
+            break
+        rows = []
+        for first, *row in rest:
+            factor = Fraction(first) / pivot
+            rows.append([x - factor * y for x, y in zip(row, top)])
+    return float(abs(product) / 29**14) / math.sqrt(29)
 
 
 def correlations(a, b):
