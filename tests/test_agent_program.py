@@ -11,9 +11,11 @@ import threading
 import time
 from dataclasses import replace
 
+import psutil
 import pytest
 
 import env
+from backends import wait_for
 from flatlab.errors import SandboxFault, UserError
 from flatlab.options import EpisodeOptions
 from flatlab.train.batch import sequences_of
@@ -205,14 +207,8 @@ def test_however_a_program_ends_its_episode_is_scored_and_no_fault(play_program,
 
 
 def ends(pid):
-    """True if the process has ended, or is about to be collected by its new parent."""
-    for _ in range(100):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.05)
-    return False
+    """True if the process has ended, or ends in a few seconds."""
+    return wait_for(lambda: not psutil.pid_exists(pid))
 
 
 def test_a_program_that_is_still_there_after_its_episode_is_killed(play_program, tmp_path):

@@ -14,6 +14,7 @@ import random
 import shutil
 import sys
 from dataclasses import replace
+from functools import cache
 from textwrap import indent
 from unittest.mock import patch
 
@@ -38,43 +39,37 @@ def backend(request):
     return request.param
 
 
-def titanic(header, key, label, female):
-    """awk that predicts by the sex alone, wrong for everybody."""
-    program = f'NR==1 {{print "{header}"; next}} {{print ${key} "," ({female} ? 0 : 1)}}'
-    return f"awk -F, '{program}' data/test.csv > submission.csv"
-
-
+# Wrong for everybody: predicts by the sex alone.
+WRONG = (
+    """awk -F, 'NR==1 {print "id,survived"; next} {print $1 "," ($3 != "female")}' """
+    "data/test.csv > submission.csv"
+)
 # An honest but poor artefact for each grader: (where it comes from, task, commands that write it).
 CSV = [
-    pytest.param("", "titanic", titanic("id,survived", 1, 2, '$3 == "female"'), id="our titanic"),
-    pytest.param(
+    ("", "titanic", WRONG),
+    (
         "mlgym",
         "titanic",
         "printf 'PassengerId,Survived\\n' > submission.csv; cut -d, -f1 data/test.csv | "
         "tail -n +2 | sed 's/$/,1/' >> submission.csv",
-        id="MLGym's titanic",
     ),
 ]
 GAMES = [
-    pytest.param("", "battleOfSexes", "return 1", id="our battleOfSexes"),
-    pytest.param("mlgym", "battleOfSexes", "return 1", id="MLGym's battleOfSexes"),
-    pytest.param("mlgym", "blotto", "return [20] * 6", id="MLGym's blotto"),
+    ("", "battleOfSexes", "return 1"),
+    ("mlgym", "battleOfSexes", "return 1"),
+    ("mlgym", "blotto", "return [20] * 6"),
 ]
 if not MLGYM:  # its graders can only be attacked where they are
     CSV = CSV[:1]
     GAMES = GAMES[:1]
 
 
-def missing_packages(world):
-    """MLGym's graders need pandas and scikit-learn."""
-    return world.sandbox.run(["python3", "-c", "import pandas, sklearn"], 30).exit_code
-
-
 def open_world(backend, source, name):
     task = load_task(name, MLGYM if source else "", "")
     world = Env(replace(task, step_timeout=60.0), backend)
     world.reset()
-    if source and name == "titanic" and missing_packages(world):
+    needs = ["python3", "-c", "import pandas, sklearn"]
+    if source and name == "titanic" and world.sandbox.run(needs, 30).exit_code:
         world.close()
         pytest.skip("the sandbox has no pandas and scikit-learn, which MLGym's grader needs")
     return world
@@ -106,16 +101,12 @@ def shared():
         world.close()
 
 
-honest_scores = {}
-
-
-def honest(backend, source, name, *commands):
+@cache
+def honest(backend, source, name, command):
     """The score of an honest artefact, measured once."""
-    if (source, name) not in honest_scores:
-        score, said = attempt(backend, source, name, *commands)
-        assert score.valid, said + score.message
-        honest_scores[source, name] = score.value
-    return honest_scores[source, name]
+    score, said = attempt(backend, source, name, command)
+    assert score.valid, said + score.message
+    return score.value
 
 
 def strategy(body, before=""):
@@ -223,7 +214,9 @@ submit
 
 
 # Attacks that do not get in each other's way; the one of the environment variables comes last.
-ROUNDS = [[0, 3, 4, 5, 8, 7, 6], [1], [2]]
+TOGETHER = [[0, 3, 4, 5, 8, 7, 6], [1], [2]]
+ROUNDS = [(*artefact, numbers) for artefact in CSV for numbers in TOGETHER]
+ROUNDS += [(source, name, strategy(body), [3, 4, 5]) for source, name, body in GAMES[:2]]
 
 
 def attacks(names):
@@ -237,22 +230,14 @@ def attacks(names):
     return mark
 
 
-@pytest.mark.parametrize("source, name, artefact", CSV)
-@pytest.mark.parametrize("numbers", ROUNDS, ids=["files", "links", "folders"])
+@pytest.mark.parametrize("source, name, artefact, numbers", ROUNDS)
 @attacks([what for what, _ in AROUND])
-def test_nothing_around_a_csv_changes_its_score(backend, source, name, artefact, numbers):
+def test_nothing_around_an_artefact_changes_its_score(backend, source, name, artefact, numbers):
     worth = honest(backend, source, name, artefact)
     commands = [AROUND[number][1] for number in numbers]
     score, said = attempt(backend, source, name, artefact, *commands)
-    assert score.valid and score.value == worth, said + score.message
-
-
-@pytest.mark.parametrize("source, name, body", GAMES[:2])
-def test_nothing_around_a_strategy_changes_its_score(backend, source, name, body):
-    worth = honest(backend, source, name, strategy(body))
-    commands = [text for _, text in AROUND[3:6]]
-    score, said = attempt(backend, source, name, strategy(body), *commands)
-    assert score.valid and score.value < worth + 0.03, said + score.message
+    luck = 0.03 if "strategy" in artefact else 0
+    assert score.valid and score.value <= worth + luck, said + score.message
 
 
 # ---- inside the artefact
@@ -538,9 +523,10 @@ def test_no_message_depends_on_an_answer(table, tmp_path):
 
 
 @attack("a class that is in the training data alone")
+@attack("a CSV in another order")
 @pytest.mark.parametrize("table", ["words"], indirect=True)
-def test_any_text_is_a_legal_class_if_the_task_names_none(table, tmp_path):
-    rows = ["id,word", "1,mars", "2,banjo", "3,", "4,dynamo"]
+def test_any_text_is_a_legal_class_in_any_order_if_the_task_names_none(table, tmp_path):
+    rows = ["id,word", "4,dynamo", "2,banjo", "1,mars", "3,"]
     for split in table.splits:
         printed = run_csv_grader(table, tmp_path, {"submission.csv": "\n".join(rows)}, split)
         assert last_json_object(printed)["accuracy"] == 0.5
@@ -690,18 +676,6 @@ def test_mlgym_tasks_with_weak_graders_are_marked():
         assert words in facts[name]["degenerate"], name
 
 
-@attack("a CSV in another order")
-def test_order_of_rows_is_not_worth_anything(tmp_path):
-    task = load_task("titanic")
-    header, *rows = honest_rows(task)
-    printed = set()
-    for lines in (rows, rows[::-1]):
-        files = {"submission.csv": "\n".join([header, *lines])}
-        printed.add(run_csv_grader(task, tmp_path, files, "validation"))
-    assert "accuracy" in printed.pop()
-    assert not printed
-
-
 # ---- answers in packages
 
 LOADED = """python3 - <<'EOF'
@@ -798,7 +772,7 @@ def test_full_disk_is_no_fault(backend):
         world.reset()
         score, _ = play(world, *map(fill.format, (".", "/tmp", "/dev/shm")))
         assert score.message.startswith("no submission")
-        score, _ = play(world, f"rm -f fill* /tmp/fill* /dev/shm/fill*; {CSV[0].values[2]}")
+        score, _ = play(world, f"rm -f fill* /tmp/fill* /dev/shm/fill*; {WRONG}")
         assert score.valid
 
 
@@ -819,7 +793,7 @@ def test_strange_trees_are_no_fault(backend):
     task = replace(load_task("titanic"), artefacts=("submission.csv", "*.out"))
     with Env(task, backend) as world:
         world.reset()
-        before, _ = play(world, CSV[0].values[2])
+        before, _ = play(world, WRONG)
         assert before.valid
         tree = DEEP.format(2100) + "touch $'\\xff.py' $'\\xfe.out'; ls"
         score, said = play(world, tree, "ln -s data folder.out")  # no file: it is not handed in
@@ -840,7 +814,7 @@ def test_strange_trees_are_no_fault(backend):
 def test_a_link_in_a_circle_hides_no_artefact(backend):
     with Env(replace(load_task("titanic"), artefacts=("*.csv",)), backend) as world:
         world.reset()
-        score, _ = play(world, CSV[0].values[2], "ln -s loop loop")
+        score, _ = play(world, WRONG, "ln -s loop loop")
         assert score.valid
         with world.fork() as child:
             assert not play(child, "rm -f loop")[0].valid

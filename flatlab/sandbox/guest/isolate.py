@@ -191,7 +191,7 @@ def write_etc(config, home):
 
 
 def make_landlock_rules(config):
-    """A ruleset for LANDLOCK_RESTRICT_SELF: commands read the view, write the home, and have no TCP."""
+    """A ruleset: commands read the view, write the home, and have no TCP."""
     abi = libc("syscall", LANDLOCK_CREATE_RULESET, None, 0, 1)
     if abi < 4:
         raise OSError(errno.EOPNOTSUPP, f"Landlock ABI 4 is needed, this kernel has {abi}")
