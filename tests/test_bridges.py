@@ -199,12 +199,14 @@ class VfEval:
     """A running `vf-eval @ eval.toml`. It remembers all processes that it started."""
 
     def __init__(self, folder: Path, url: str, rollouts: int, *flags):
-        command = [f"{VENV}/bin/vf-eval", "@", CONFIG, "--client.base-url", url, "--model", "m"]
-        command += ["--num-rollouts", rollouts, "--no-rich", "-o", folder, "--run.name", "run"]
+        command = (
+            f"{VENV}/bin/vf-eval @ {CONFIG} --client.base-url {url} --model m "
+            f"--num-rollouts {rollouts} --no-rich -o {folder} --run.name run"
+        )
         self.log = folder / "vf-eval.log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [str(part) for part in (*command, *flags)], cwd=folder, stdout=log, stderr=log
+                [*command.split(), *map(str, flags)], cwd=folder, stdout=log, stderr=log
             )
         self.folder = folder
         self.started = set()
@@ -334,13 +336,13 @@ def test_a_broken_sandbox_is_replaced_once_and_then_an_error(tmp_path):
 @has_verifiers
 def test_nothing_is_paid_for_or_uploaded(tmp_path):
     """By default as far as the package decides, and by eval.toml for the rest."""
-    for source in (["@", CONFIG], ["flatlab-env"]):
-        command = [f"{VENV}/bin/vf-eval", *source, "--dry-run", "-o", tmp_path, "--run.name", "dry"]
-        subprocess.run(list(map(str, command)), check=True, cwd=tmp_path)
+    for source in (f"@ {CONFIG}", "flatlab-env"):
+        command = f"{VENV}/bin/vf-eval {source} --dry-run -o {tmp_path} --run.name dry"
+        subprocess.run(command.split(), check=True, cwd=tmp_path)
         (path,) = (tmp_path / "dry").rglob("eval.json")
         config = json.loads(path.read_text())
         assert config["env"]["agent"]["runtime"]["type"] == "subprocess"
-        assert source == ["flatlab-env"] or not config["push"]
+        assert source == "flatlab-env" or not config["push"]
 
 
 @pytest.mark.slow

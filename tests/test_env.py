@@ -25,7 +25,18 @@ from flatlab.task.definition import Task
 from flatlab.task.grading import Score
 from flatlab.world.blocks import extract_action
 from flatlab.world.episode import run_episode
-from helpers import LOCAL, PROJECT, TINY_TEXTS, FakePolicy, block, do, play_once, python, slow
+from helpers import (
+    LOCAL,
+    PROJECT,
+    TINY_TEXTS,
+    FakePolicy,
+    block,
+    do,
+    play_once,
+    python,
+    slow,
+    trained,
+)
 from tasks import load_task
 
 CANARY = "canary,4b1d,of,the,hidden,answers"
@@ -455,14 +466,9 @@ def play(task, policy, backend=LOCAL, **options):
 
 def check_tokens(episode, policy):
     """Segments hold what was requested; each reply is trained on once, with its own log-probs."""
+    pairs = zip(policy.requests, policy.samples, strict=True)
+    assert trained(episode) == [(before, s.tokens, s.logprobs) for before, s in pairs]
     assert sum(sum(s.mask) for s in episode.segments) == episode.reply_tokens
-    for segment in episode.segments:
-        assert len(segment.tokens) == len(segment.mask)
-        assert segment.mask[-1] == 1
-        assert segment.logprobs == [-0.5 if bit else 0.0 for bit in segment.mask]
-    for request in policy.requests:
-        if any(s.mask[len(request) :] for s in episode.segments):
-            assert any(s.tokens[: len(request)] == request for s in episode.segments)
 
 
 def test_episode_until_submit(task, backend):
@@ -472,16 +478,9 @@ def test_episode_until_submit(task, backend):
     assert (episode.score.value, episode.test_score.value) == (2.0, 0.0)
     assert [turn["status"] for turn in episode.turns] == ["ok", "rejected", "validate", "submit"]
     assert episode.turns[2]["score"] == 2.0
-    tokens = policy.render([{"role": "user", "content": episode.prompt}])
-    replies = [-1] * len(tokens)
-    for number, turn in enumerate(episode.turns):
-        said = [*policy.encode(turn["reply"]), 1]
-        after = policy.observation_tokens(turn["observation"], True)
-        tokens += said + after
-        replies += [number] * len(said) + [-1] * len(after)
+    said = "".join(f"{turn['reply']}<user>{turn['observation']}" for turn in episode.turns)
     [segment] = episode.segments
-    assert segment.tokens == tokens[: -len(after)]  # nobody reads the last observation
-    assert segment.reply == replies[: -len(after)]
+    assert f"{policy.decode(segment.tokens)}<user>Submitted." == f"<user>{episode.prompt}{said}"
     check_tokens(episode, policy)
 
 

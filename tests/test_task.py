@@ -614,7 +614,7 @@ else:
     print(json.dumps({{"distance": abs(42 - float(answer))}}))
 """
 FORTY = {"forty": "40"}
-LOST = "is broken: it gives 'forty' no result on the {} part: .*"
+LOST = "is broken: it gives the rule 'forty' no score on the {} part: .*"
 # Code in front of the grader, rules of the task, what the user reads.
 BROKEN = [
     ("open('truth.json')", FORTY, LOST + "No such file or directory: 'truth.json'"),
@@ -622,7 +622,7 @@ BROKEN = [
     ("print('{\"rmse\": 1}'); sys.exit()", FORTY, LOST + "no finite number called distance"),
     ("print(json.dumps({'error': 'x'})); sys.exit(1)", FORTY, LOST + '{"error": "x"}'),
     ("if sys.argv[2] == 'test': raise KeyError('t')", FORTY, "on the test part: .*KeyError: 't'"),
-    ("", {"blank": " "} | FORTY, "refuses the task's own rule 'blank' on the {} part: .* is empty"),
+    ("", {"blank": " "} | FORTY, "the rule 'blank' no score on the {} part: .* is empty"),
 ]
 
 
@@ -689,7 +689,7 @@ def test_a_grader_of_a_game_that_raises_is_not_taken_for_a_refused_move(tmp_path
     grader = tmp_path / "evaluate.py"
     grader.write_bytes(task.hidden["evaluate.py"].read_bytes())
     change(grader, "stdev(points)", "stdev(pointz)")
-    with user_error("'always 0' no result .*name 'pointz' is not defined"):
+    with user_error("'always 0' no score .*name 'pointz' is not defined"):
         check_before_a_run(replace(task, hidden=task.hidden | {"evaluate.py": grader}))
 
 

@@ -135,9 +135,8 @@ def main():
     except Invalid as error:
         print(json.dumps({"error": str(error)}))
         return
-    ids = [key for key, (part, _) in answers.items() if part == split]
-    truth = [answers[key][1] for key in ids]
-    values = [predicted[key] for key in ids]
+    pairs = [(value, predicted[key]) for key, (part, value) in answers.items() if part == split]
+    truth, values = zip(*pairs)
     score = metric(truth, values)
     error = standard_error(metric, truth, values)
     print(json.dumps({name: round(score, 6), "stderr": error}))
