@@ -20,7 +20,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -52,7 +52,7 @@ class Step:
     action: str | None = None
 
 
-class Env:
+class Env(AbstractContextManager, AbstractAsyncContextManager):
     """One task in one sandbox.
 
     Args:
@@ -88,14 +88,8 @@ class Env:
         self.closed = False
         self.given = b""  # digest of the first artefacts of a task with a collect command
 
-    def __enter__(self) -> Env:
-        return self
-
     def __exit__(self, *_) -> None:
         self.close()
-
-    async def __aenter__(self) -> Env:
-        return self
 
     async def __aexit__(self, *_) -> None:
         await asyncio.shield(in_thread(self.close))

@@ -89,16 +89,8 @@ def play(world, *commands):
 @pytest.fixture(scope="module")
 def shared():
     """shared(backend, source, name): an environment for tests that change nothing but artefacts."""
-    worlds = {}
-
-    def get(*key):
-        if key not in worlds:
-            worlds[key] = open_world(*key)
-        return worlds[key]
-
-    yield get
-    for world in worlds.values():
-        world.close()
+    with contextlib.ExitStack() as stack:
+        yield cache(lambda *key: stack.enter_context(open_world(*key)))
 
 
 @cache

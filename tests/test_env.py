@@ -253,9 +253,6 @@ def test_observations(world):
     assert do(world, "sleep 1").status == "ok"
     assert "memory limit" in do(world, "kill -9 $$").observation
     assert do(world, "submit").done
-
-
-def test_validate_and_submit_have_a_block_of_their_own(world):
     for text in ("validate; ls", "validate now", "echo x && submit", "submit || true"):
         step = do(world, text)
         assert "block of its own" in step.observation
