@@ -400,51 +400,52 @@ def test_a_strategy_finds_nothing_to_read(shared, backend, source, name, body):
 # ---- the CSV itself
 
 
-def with_first(rows, rest):
-    """The rows with something else behind the first id."""
-    return [rows[0], rows[1].split(",")[0] + rest, *rows[2:]]
-
-
 def with_all(rows, value):
     """The rows with another value behind every id."""
-    header, *others = rows
-    return [header, *(row.split(",")[0] + value for row in others)]
+    return rows[:1] + [f"{row.split(',')[0]},{value}" for row in rows[1:]]
 
 
-HOSTILE = [
-    ("no header", lambda rows: rows[1:]),
-    ("an unknown id", lambda rows: rows + ["1,0"]),
-    ("a blank value", lambda rows: with_first(rows, ",")),
-    ("an unknown label", lambda rows: with_first(rows, ",2")),
-    ("a digit of another script", lambda rows: with_first(rows, ",\u0661")),
-    ("a NUL", lambda rows: with_first(rows, ",\0")),
-    ("format characters", lambda rows: with_first(rows, "," + "%s{answers}" * 50)),
-    ("a number of 5,000 digits", lambda rows: with_first(rows, "," + "9" * 5000)),
-    ("a number that is too large", lambda rows: with_first(rows, ",1e40")),
-    ("one longer row", lambda rows: with_first(rows, ",0,1")),
-    ("an open quote", lambda rows: rows + ['"1,0']),
-    ("two million lines", lambda rows: rows + [""] * 2_000_000),
-    ("duplicate ids", lambda rows: rows[:1] + rows[1:2] * (len(rows) - 1)),
-    ("NaN", lambda rows: with_all(rows, ",nan")),
-    ("infinity", lambda rows: with_all(rows, ",inf")),
-    ("another header", lambda rows: ["a,b"] + rows[1:]),
-    ("missing rows", lambda rows: rows[:2]),
-    ("nothing", lambda rows: []),
-    ("a JSON line", lambda rows: ['{"accuracy": 1.0}'] * len(rows)),
-]
-HOSTILE_BYTES = [
-    ("bytes that are no text", b"\xff\xfe\x00"),
-    ("a deeply compressed file", gzip.compress(bytes(50 << 20), 1)),
-    ("a pickle", pickle.dumps(os._exit)),
-]
+# Behind the first id.
+FIRST = {
+    "a blank value": ",",
+    "an unknown label": ",2",
+    "a digit of another script": ",\u0661",
+    "a NUL": ",\0",
+    "format characters": ",%s{answers}" * 50,
+    "a number of 5,000 digits": "," + "9" * 5000,
+    "a number that is too large": ",1e40",
+    "one longer row": ",0,1",
+}
+# In place of the rows, the header first.
+ROWS_OF = {
+    "no header": lambda rows: rows[1:],
+    "an unknown id": lambda rows: [*rows, "1,0"],
+    "an open quote": lambda rows: [*rows, '"1,0'],
+    "two million lines": lambda rows: rows + [""] * 2_000_000,
+    "duplicate ids": lambda rows: rows[:1] + rows[1:2] * (len(rows) - 1),
+    "NaN": lambda rows: with_all(rows, "nan"),
+    "infinity": lambda rows: with_all(rows, "inf"),
+    "another header": lambda rows: ["a,b", *rows[1:]],
+    "missing rows": lambda rows: rows[:2],
+    "nothing": lambda rows: [],
+    "a JSON line": lambda rows: ['{"accuracy": 1.0}'] * len(rows),
+}
+HOSTILE_BYTES = {
+    "bytes that are no text": b"\xff\xfe\x00",
+    "a deeply compressed file": gzip.compress(bytes(50 << 20), 1),
+    "a pickle": pickle.dumps(os._exit),
+}
+HOSTILE = FIRST | ROWS_OF | HOSTILE_BYTES
 
 
 def hostile_files(rows):
     """(what, content) of hostile versions of an honest submission."""
-    files = []
-    for what, change in HOSTILE:
-        files.append((what, "\n".join([*change(rows), ""]).encode()))
-    return files + HOSTILE_BYTES
+    header, one, *others = rows
+    changed = {what: change(rows) for what, change in ROWS_OF.items()}
+    for what, rest in FIRST.items():
+        changed[what] = [header, one.split(",")[0] + rest, *others]
+    files = {what: "\n".join([*lines, ""]).encode() for what, lines in changed.items()}
+    return (files | HOSTILE_BYTES).items()
 
 
 WORDS = {  # a task whose answers are texts; one class is in train.csv alone
@@ -492,7 +493,7 @@ def honest_rows(task):
 
 
 @attack("answers through the grader's error text")
-@attacks([f"a CSV with {what}" for what, _ in HOSTILE + HOSTILE_BYTES])
+@attacks([f"a CSV with {what}" for what in HOSTILE])
 @pytest.mark.parametrize("table", TABLES, indirect=True)
 def test_no_message_depends_on_an_answer(table, tmp_path):
     """The text about a submission is the same whatever the answers are. In titanic none of the
@@ -623,7 +624,7 @@ def test_hostile_csv(shared, backend, source, name, artefact):
     world = shared(backend, source, name)
     world.step(block(artefact))
     files = hostile_files(world.sandbox.get("submission.csv").decode().splitlines())
-    for what, content in files if source else files[-2:]:  # the test above has them all
+    for what, content in files if source else HOSTILE_BYTES.items():  # the test above has them all
         world.sandbox.put({"submission.csv": content})
         score = world.score()
         assert score.value is None or score.value <= worth, (what, score)
