@@ -117,10 +117,9 @@ def test_no_command_breaks_the_next_one(box):
 def test_variables_that_no_shell_can_keep(box):
     read_only = "SHELLOPTS BASHOPTS BASH_VERSINFO UID EUID PPID"
     assert out(box, f"cd {box.workspace}; export {read_only} KEPT=1") == ""
-    box.run("export KEPT=2 BIG=$(head -c 300000 /dev/zero | tr '\\0' x); printf x; cd /", 10)
+    large = out(box, "export KEPT=2 BIG=$(head -c 300000 /dev/zero | tr '\\0' x); printf x; cd /")
+    assert large.startswith("x\n[the exported variables of this command are not kept")
     assert out(box, "echo $KEPT; pwd") == "1\n/"
-    large = box.run("export KEPT=2 BIG=$(head -c 300000 /dev/zero | tr '\\0' x); printf x", 10)
-    assert large.output.startswith("x\n[the exported variables of this command are not kept")
     box.call("state", cwd=box.workspace)
 
 
@@ -368,21 +367,12 @@ def test_no_rights(box):
 
 @pytest.mark.attack("network: this machine, its bridge, the internet")
 def test_no_network(box):
-    code = (
-        "import socket, sys\ns = socket.socket(socket.AF_INET, socket.SOCK_{})\n"
-        "s.settimeout(2)\ntry: s.connect(('{}', {}))\n"
-        "except OSError as e: print('refused', e)\nelse: print('CONNECTED')"
-    )
-
-    def connect(*target):
-        return out(box, f"python3 - <<'E'\n{code.format(*target)}\nE")
-
     with socket.create_server(("0.0.0.0", 0)) as server:  # something of this machine that listens
         port = server.getsockname()[1]
-        for host, number in (("127.0.0.1", port), ("172.17.0.1", port), ("1.1.1.1", 53)):
-            assert connect("STREAM", host, number).startswith("refused")
+        for target in (f"127.0.0.1/{port}", f"172.17.0.1/{port}", "1.1.1.1/53"):
+            assert "bash: connect: " in out(box, f": > /dev/tcp/{target}"), target
     if box.backend is not local.LANDLOCK:
-        assert connect("DGRAM", "1.1.1.1", 53).startswith("refused")
+        assert "bash: connect: " in out(box, ": > /dev/udp/1.1.1.1/53")
 
 
 @pytest.mark.fault(14, "the agent kills its sandbox")
