@@ -208,7 +208,8 @@ submit
 # Attacks that do not get in each other's way; the one of the environment variables comes last.
 TOGETHER = [[0, 3, 4, 5, 8, 7, 6], [1], [2]]
 ROUNDS = [(*artefact, numbers) for artefact in CSV for numbers in TOGETHER]
-ROUNDS += [(source, name, strategy(body), [3, 4, 5]) for source, name, body in GAMES[:2]]
+for source, name, body in GAMES[:2]:
+    ROUNDS.append((source, name, strategy(body), [3, 4, 5]))
 
 
 def attacks(names):
@@ -441,11 +442,12 @@ HOSTILE = FIRST | ROWS_OF | HOSTILE_BYTES
 def hostile_files(rows):
     """(what, content) of hostile versions of an honest submission."""
     header, one, *others = rows
-    changed = {what: change(rows) for what, change in ROWS_OF.items()}
+    changed = [(what, change(rows)) for what, change in ROWS_OF.items()]
     for what, rest in FIRST.items():
-        changed[what] = [header, one.split(",")[0] + rest, *others]
-    files = {what: "\n".join([*lines, ""]).encode() for what, lines in changed.items()}
-    return (files | HOSTILE_BYTES).items()
+        changed.append((what, [header, one.split(",")[0] + rest, *others]))
+    for what, lines in changed:
+        yield what, "\n".join([*lines, ""]).encode()
+    yield from HOSTILE_BYTES.items()
 
 
 WORDS = {  # a task whose answers are texts; one class is in train.csv alone

@@ -135,7 +135,10 @@ def main():
     except Invalid as error:
         print(json.dumps({"error": str(error)}))
         return
-    pairs = [(value, predicted[key]) for key, (part, value) in answers.items() if part == split]
+    pairs = []
+    for key, (part, value) in answers.items():
+        if part == split:
+            pairs.append((value, predicted[key]))
     truth, values = zip(*pairs)
     score = metric(truth, values)
     error = standard_error(metric, truth, values)
