@@ -229,8 +229,14 @@ BETTER = json.dumps([UNIT // 4, UNIT // 2, UNIT * 3 // 4, UNIT * 3 // 4, UNIT //
 def test_a_search_says_exact_and_keeps_a_file_that_beats_the_reference(tmp_path):
     reply = block(f"echo '{BETTER}' > solution.json")
     model = FakePolicy(reply, block("validate"), block("submit"))
-    sizes = {"context": 50_000, "max_reply_tokens": 2000, "max_observation_tokens": 2000}
-    cfg = search_config(backend=LOCAL, nodes=1, sampling_mode=("none",), **sizes)
+    cfg = search_config(
+        backend=LOCAL,
+        nodes=1,
+        sampling_mode=("none",),
+        context=50_000,
+        max_reply_tokens=2000,
+        max_observation_tokens=2000,
+    )
     config = {"seed": 0, "task": "erdosOverlap", "sampling_mode": "none"}
     run = open_run(tmp_path / "run", config, MADE_BY)
     (run.dir / "nodes").mkdir()

@@ -744,20 +744,20 @@ def test_docker_image_and_permission(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "need, options, sentence",
+    "need, backend, cache, sentence",
     [
-        ("needs_network", {"backend": "local"}, "takes data from the network.*--hf-cache"),
-        ("needs_network", {"backend": "docker", "hf_cache": "absent"}, "no folder absent"),
-        ("needs_gpu", {"backend": "local"}, "use --backend docker"),
-        ("needs_gpu", {"backend": "docker"}, "no /dev/nvidiactl"),
+        ("needs_network", "local", None, "takes data from the network.*--hf-cache"),
+        ("needs_network", "docker", "absent", "no folder absent"),
+        ("needs_gpu", "local", None, "use --backend docker"),
+        ("needs_gpu", "docker", None, "no /dev/nvidiactl"),
     ],
 )
-def test_needs_that_a_sandbox_cannot_meet_are_refused(monkeypatch, need, options, sentence):
+def test_needs_that_a_sandbox_cannot_meet_are_refused(monkeypatch, need, backend, cache, sentence):
     task = replace(load_task("titanic"), **{need: True})
     monkeypatch.delenv("DOCKER_HOST", raising=False)
     monkeypatch.setattr(Path, "exists", lambda self: False)
     with user_error(sentence):
-        resolve_backend(task, SandboxOptions(**options))
+        resolve_backend(task, SandboxOptions(backend, hf_cache=cache))
 
 
 CONNECT = (

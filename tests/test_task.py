@@ -59,15 +59,14 @@ def only_what_a_test_names(tmp_path, monkeypatch):
     monkeypatch.setattr(grading, "grades", {})
 
 
-def score_of(task, folder, artefacts, split=None):
-    """The score and the message of a grader."""
-    printed = run_grader(task, folder, artefacts, split or task.splits[-1])
-    return parse_grade(last_json_object(printed), task)[:2]
-
-
 def grade(task, folder, artefacts, split="validation"):
     """The JSON that the grader prints."""
-    return json.loads(run_grader(task, folder, artefacts, split))
+    return last_json_object(run_grader(task, folder, artefacts, split))
+
+
+def score_of(task, folder, artefacts, split=None):
+    """The score and the message of a grader."""
+    return parse_grade(grade(task, folder, artefacts, split or task.splits[-1]), task)[:2]
 
 
 # ----------------------------------------------------------------------------------------- loading
