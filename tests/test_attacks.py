@@ -620,13 +620,13 @@ def test_nothing_that_is_read_holds_a_hidden_row(backend, name):
 # ---- the CSV in a sandbox
 
 
-@pytest.mark.parametrize("source, name, artefact", CSV)
-def test_hostile_csv(shared, backend, source, name, artefact):
+@pytest.mark.parametrize("source, name, artefact", CSV[1:])
+def test_hostile_csv_in_graders_of_mlgym(shared, backend, source, name, artefact):
     worth = honest(backend, source, name, artefact)
     world = shared(backend, source, name)
     world.step(block(artefact))
-    files = hostile_files(world.sandbox.get("submission.csv").decode().splitlines())
-    for what, content in files if source else HOSTILE_BYTES.items():  # the test above has them all
+    rows = world.sandbox.get("submission.csv").decode().splitlines()
+    for what, content in hostile_files(rows):
         world.sandbox.put({"submission.csv": content})
         score = world.score()
         assert score.value is None or score.value <= worth, (what, score)
