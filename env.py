@@ -20,7 +20,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -52,7 +52,7 @@ class Step:
     action: str | None = None
 
 
-class Env:
+class Env(AbstractContextManager, AbstractAsyncContextManager):
     """One task in one sandbox.
 
     Args:
@@ -61,7 +61,7 @@ class Env:
         seed: Python's hash seed in the sandbox.
         message: Text at the end of the first message.
         ends_at_score: Whether a valid score ends the episode, which the texts then say.
-        limits: memory and disk in bytes, cpus, processes (see flatlab.sandbox.backend.Spec).
+        limits: memory, disk, cpus, processes, see flatlab.sandbox.backend.Spec.
 
     Raises UserError if the task needs something this machine lacks (a GPU, the network, a
     package). Every method may raise SandboxFault; nothing an agent does raises anything else.
@@ -82,20 +82,14 @@ class Env:
         self.seed = seed
         self.message = message
         self.ends_at_score = ends_at_score
-        self.limits = {"memory": 4 << 30, **limits}
+        self.limits = limits
         self.sandbox: Sandbox | None = None
         self.opened: list[Sandbox] = []  # sandboxes of the agent and of gradings
         self.closed = False
         self.given = b""  # digest of the first artefacts of a task with a collect command
 
-    def __enter__(self) -> Env:
-        return self
-
     def __exit__(self, *_) -> None:
         self.close()
-
-    async def __aenter__(self) -> Env:
-        return self
 
     async def __aexit__(self, *_) -> None:
         await asyncio.shield(in_thread(self.close))
@@ -147,11 +141,6 @@ class Env:
     def machine(self, options: EpisodeOptions) -> dict:
         """Facts about an episode and its sandbox for `limits` in the prompts file."""
         return texts.machine_facts(self, options)
-
-    def files(self, most: int) -> tuple[list[tuple[str, int]], int]:
-        """The first `most` (path, size in bytes) of the workspace, and the count of all."""
-        reply = self.sandbox.call("listing", most=most)[0]
-        return [(readable(path), size) for path, size in reply["files"]], reply["count"]
 
     def step(self, reply: str, timeout: float | None = None, act: Callable = act_bash) -> Step:
         """Runs the action of one reply.

@@ -24,8 +24,8 @@ class MineMetrics(CompetitionMetrics):
 ROWS = 200
 
 
-def answers(value, ids=range(ROWS), header="id,y"):
-    return header + "\n" + "".join(f"{i},{value(i)}\n" for i in ids)
+def answers(value, ids=range(ROWS)):
+    return "id,y\n" + "".join(f"{i},{value(i)}\n" for i in ids)
 
 
 def write(root, files):

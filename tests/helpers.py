@@ -94,7 +94,7 @@ class FakePolicy:
     """Says scripted replies, the last one again and again; one is a text or f(prompt, seed).
 
     One token per character; 1 ends a reply, 2 and 3 open and close a user turn. `requests` holds
-    the tokens of all prompts.
+    the tokens of all prompts, `samples` the replies.
     """
 
     version = 7
@@ -106,6 +106,7 @@ class FakePolicy:
         self.stop_reason = stop_reason
         self.wait = wait
         self.requests = []
+        self.samples = []
 
     @property
     def prompts(self):
@@ -143,7 +144,20 @@ class FakePolicy:
         said = self.encode(text)
         if self.stop_reason == "stop":
             said.append(1)
-        return Sample(said, [-0.5] * len(said), text, self.stop_reason, self.version)
+        sample = Sample(said, [-0.5] * len(said), text, self.stop_reason, self.version)
+        self.samples.append(sample)
+        return sample
+
+
+def trained(episode):
+    """(tokens before a trained reply, the reply, its log-probs) of all sequences."""
+    replies = []
+    for s in episode.segments:
+        for number in sorted(set(s.reply) - {-1}):
+            start = s.reply.index(number)
+            end = start + s.reply.count(number)
+            replies.append((s.tokens[:start], s.tokens[start:end], s.logprobs[start:end]))
+    return replies
 
 
 def make_model(folder: Path, vocabulary=0, **sizes) -> str:
@@ -317,15 +331,16 @@ def served(model, folder, *flags):
     It needs up to two minutes to start. Its output goes to folder/server.log.
     """
     port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    command += ["--served-model-name", "m", "--host", "127.0.0.1", "--port", port]
-    command += ["--max-model-len", 2048, "--dtype", "float32", "--enforce-eager"]
-    command += ["--generation-config", "vllm", "--max-num-seqs", 8, *flags]
+    command = (
+        f"-m vllm.entrypoints.openai.api_server --model {model} --served-model-name m "
+        f"--host 127.0.0.1 --port {port} --max-model-len 2048 --dtype float32 --enforce-eager "
+        "--generation-config vllm --max-num-seqs 8"
+    )
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
     output = Path(folder, "server.log")
     with output.open("w") as log:
         process = subprocess.Popen(
-            list(map(str, command)),
+            [sys.executable, *command.split(), *map(str, flags)],
             stdout=log,
             stderr=log,
             env=os.environ | settings,

@@ -5,84 +5,76 @@ A row is a test that carries the mark `attack` or `fault`, with its result on th
 
 import os
 import platform
+import re
 from collections import defaultdict
 from datetime import date
 from pathlib import Path
-from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
-BACKENDS = ("docker", "namespaces", "landlock", "local")
-
-
-class Row(NamedTuple):
-    number: int  # of a fault; 0 for an attack
-    what: str
-    test: str
+BACKENDS = {"docker", "namespaces", "landlock", "local"}
 
 
 class Marked:
     """A pytest plugin that selects tests with a mark `attack` or `fault` and keeps the outcomes."""
 
     def __init__(self):
-        self.outcomes = defaultdict(lambda: defaultdict(list))  # row -> outcome -> backends
+        # (number of a fault or 0, what, test) -> outcome -> backends
+        self.outcomes = defaultdict(lambda: defaultdict(set))
         self.rows_of = {}  # node id -> its rows
-        self.backend_of = {}  # node id -> name of its backend, or ""
 
     def pytest_collection_modifyitems(self, items):
-        selected = []
         for item in items:
-            self.rows_of[item.nodeid] = rows_of_marks(item)
-            self.backend_of[item.nodeid] = backend_of(item)
-            if self.rows_of[item.nodeid]:
-                selected.append(item)
-        items[:] = selected
+            test = item.nodeid.partition("[")[0].removeprefix("tests/")
+            rows = [(0, what, test) for mark in item.iter_markers("attack") for what in mark.args]
+            for mark in item.iter_markers("fault"):
+                number, *names = mark.args
+                rows += [(number, what, test) for what in names]
+            self.rows_of[item.nodeid] = rows
+        items[:] = [item for item in items if self.rows_of[item.nodeid]]
 
     def pytest_runtest_logreport(self, report):
-        is_result = report.when == "call" or (report.when == "setup" and report.outcome != "passed")
-        if not is_result:
+        if report.when != "call" and (report.when != "setup" or report.passed):
             return
         outcome = report.outcome
         if outcome == "skipped":
             outcome = f"skipped, {report.longrepr[2].removeprefix('Skipped: ')}"
+        parameters = report.nodeid.partition("[")[2]
         for row in self.rows_of[report.nodeid]:
-            self.outcomes[row][outcome].append(self.backend_of[report.nodeid])
+            self.outcomes[row][outcome] |= BACKENDS.intersection(re.findall(r"\w+", parameters))
 
 
-def rows_of_marks(item) -> list[Row]:
-    """The rows of a test: one per mark."""
-    test = item.nodeid.partition("[")[0].removeprefix("tests/")
-    rows = []
-    for mark in item.iter_markers("attack"):
-        rows += [Row(0, what, test) for what in mark.args]
-    for mark in item.iter_markers("fault"):
-        number, *names = mark.args
-        rows += [Row(number, what, test) for what in names]
-    return rows
-
-
-def backend_of(item) -> str:
-    """The kind of sandbox in the test's parameters, or an empty text."""
-    callspec = getattr(item, "callspec", None)
-    words = callspec.id.split("-") if callspec else []
-    return "".join(word for word in words if word in BACKENDS)
-
-
-def outcome_text(outcomes: dict[str, list[str]]) -> str:
+def outcome_text(outcomes: dict[str, set[str]]) -> str:
     """For example "passed (docker, namespaces); skipped, no Landlock (landlock)"."""
     texts = []
     for outcome, backends in sorted(outcomes.items()):
-        names = ", ".join(dict.fromkeys(name for name in backends if name))
+        names = ", ".join(sorted(backends))
         texts.append(f"{outcome} ({names})" if names else outcome)
     return "; ".join(texts)
 
 
-def table(title: str, rows: list[tuple]) -> list[str]:
-    """The lines of a Markdown section."""
-    lines = ["", f"## {title}", "", "| what | result | test |", "|---|---|---|"]
+def table(rows: list[tuple]) -> str:
+    """A table of Markdown."""
+    lines = ["| what | result | test |", "|---|---|---|"]
     for row in rows:
         cells = [cell.replace("|", "/") for cell in row]
         lines.append(f"| {' | '.join(cells)} |")
-    return lines
+    return "\n".join(lines)
+
+
+PAGE = """\
+# Attacks and faults that the tests try
+
+Written by `python tests/bench table`, {date}, Python {python}, {system}, {checkout} a
+checkout of MLGym. In parentheses: the kinds of sandbox.
+
+## Attacks: none gains a point
+
+{attacks}
+
+## Faults: each is a status, never a score
+
+{faults}
+"""
 
 
 def marked(args):
@@ -94,21 +86,17 @@ def marked(args):
     pytest.main(options, plugins=[marked_tests])
     attacks = []
     faults = []
-    for row, outcomes in sorted(marked_tests.outcomes.items()):
-        what = f"{row.number}. {row.what}" if row.number else row.what
-        shown = (what, outcome_text(outcomes), f"`{row.test}`")
-        (faults if row.number else attacks).append(shown)
-    kernel = platform.release().partition("-")[0]
-    system = f"Python {platform.python_version()}, {platform.system()} {kernel}"
-    checkout = "with" if os.environ.get("MLGYM_ROOT") else "without"
-    lines = [
-        "# Attacks and faults that the tests try",
-        "",
-        f"Written by `python tests/bench table`, {date.today()}, {system}, {checkout} a",
-        "checkout of MLGym. In parentheses: the kinds of sandbox.",
-        *table("Attacks: none gains a point", attacks),
-        *table("Faults: each is a status, never a score", faults),
-    ]
-    (HERE / "ATTACKS.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for (number, what, test), outcomes in sorted(marked_tests.outcomes.items()):
+        name = f"{number}. {what}" if number else what
+        (faults if number else attacks).append((name, outcome_text(outcomes), f"`{test}`"))
+    page = PAGE.format(
+        date=date.today(),
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.release().partition('-')[0]}",
+        checkout="with" if os.environ.get("MLGYM_ROOT") else "without",
+        attacks=table(attacks),
+        faults=table(faults),
+    )
+    (HERE / "ATTACKS.md").write_text(page, encoding="utf-8")
     rows = attacks + faults
     return f"{len(rows)} rows, written to tests/ATTACKS.md", rows

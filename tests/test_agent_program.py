@@ -10,10 +10,13 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from unittest.mock import patch
 
+import psutil
 import pytest
 
 import env
+from backends import wait_for
 from flatlab.errors import SandboxFault, UserError
 from flatlab.options import EpisodeOptions
 from flatlab.train.batch import sequences_of
@@ -28,6 +31,7 @@ from helpers import (
     dead_proxy,
     play_once,
     python,
+    trained,
 )
 from integrations import agent_program
 from training import TASK
@@ -67,22 +71,6 @@ OPTIONS = EpisodeOptions(
 )
 
 
-class Log:
-    """A policy that notes what its engine samples: (tokens before a reply, the reply)."""
-
-    def __init__(self, policy):
-        self.policy = policy
-        self.sampled = []
-
-    def __getattr__(self, name):
-        return getattr(self.policy, name)
-
-    async def sample(self, tokens, *arguments, **settings):
-        sample = await self.policy.sample(tokens, *arguments, **settings)
-        self.sampled.append((list(tokens), sample))
-        return sample
-
-
 @pytest.fixture
 def command(tmp_path):
     """command(text): the command of a program that begins with CLIENT."""
@@ -97,35 +85,29 @@ def command(tmp_path):
 
 @pytest.fixture
 def play_program(policy, command):
-    """play_program(text) -> its episode, and what the engine sampled meanwhile."""
+    """play_program(text) -> its episode, and what the engine sampled meanwhile, as trained() has
+    it.
+    """
 
     def play(program, seed=0, policy=policy, world=None, **options):
-        log = Log(policy)
         limits = replace(OPTIONS, **options)
+        sample = policy.sample
+        sampled = []
+
+        async def logged(tokens, *arguments, **settings):
+            said = await sample(tokens, *arguments, **settings)
+            sampled.append((list(tokens), said.tokens, said.logprobs))
+            return said
 
         async def run():
             loop = functools.partial(agent_program.play, command=command(program))
             async with world or env.Env(TASK, LOCAL) as box:
-                return await run_episode(box, log, limits, seed, play=loop)
+                return await run_episode(box, policy, limits, seed, play=loop)
 
-        return asyncio.run(run()), log.sampled
+        with patch.object(policy, "sample", logged):
+            return asyncio.run(run()), sampled
 
     return play
-
-
-def trained(episode):
-    """(tokens before a trained reply, the reply, its log-probs) of all sequences."""
-    replies = []
-    for s in episode.segments:
-        for number in sorted(set(s.reply) - {-1}):
-            start = s.reply.index(number)
-            end = start + s.reply.count(number)
-            replies.append((s.tokens[:start], s.tokens[start:end], s.logprobs[start:end]))
-    return replies
-
-
-def as_sampled(sampled):
-    return [(before, sample.tokens, sample.logprobs) for before, sample in sampled]
 
 
 def test_a_program_plays_an_episode_and_its_tokens_are_those_of_the_engine(play_program):
@@ -138,7 +120,7 @@ for command in ({EVERYBODY_DIED!r}, "validate", "submit"):
     )
     assert episode.status == "submit"
     assert episode.score.value == pytest.approx(0.6782, abs=1e-4)
-    assert trained(episode) == as_sampled(sampled)
+    assert trained(episode) == sampled
     assert len(episode.segments) == 1
     assert [turn["status"] for turn in episode.turns] == ["ok", "validate", "submit"]
     assert "accuracy: 0.67" in episode.turns[1]["observation"]
@@ -175,8 +157,8 @@ changed = ask(PROMPT, {**first, "content": "Something else."}, user("one"))
 fourth = ask(PROMPT, first, user("two"), branch, user("end"))
 """, max_turns=7)  # fmt: skip
     assert episode.status == "exit"
-    assert trained(episode) == as_sampled(sampled)
-    moved, context = sampled[1][1].tokens, sampled[4][0]  # a reply keeps its tokens in a new place
+    assert trained(episode) == sampled
+    moved, context = sampled[1][1], sampled[4][0]  # a reply keeps its tokens in a new place
     assert any(context[i : i + len(moved)] == moved for i in range(len(context)))
     batch = sequences_of(episode, list(range(len(sampled))))
     assert [sorted(set(s.advantage)) for s in batch] == [[0, 1], [2], [3], [4], [5], [6]]
@@ -205,14 +187,8 @@ def test_however_a_program_ends_its_episode_is_scored_and_no_fault(play_program,
 
 
 def ends(pid):
-    """True if the process has ended, or is about to be collected by its new parent."""
-    for _ in range(100):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.05)
-    return False
+    """True if the process has ended, or ends in a few seconds."""
+    return wait_for(lambda: not psutil.pid_exists(pid))
 
 
 def test_a_program_that_is_still_there_after_its_episode_is_killed(play_program, tmp_path):
@@ -372,8 +348,8 @@ def test_a_field_of_a_request_is_honoured_or_refused_by_name(name):
 
 def test_a_reply_is_no_longer_than_a_request_says(play_program):
     episode, sampled = play_program("ask(PROMPT, max_tokens=3); ask(PROMPT, max_tokens=99)")
-    assert [len(sample.tokens) for _, sample in sampled] == [3, OPTIONS.max_reply_tokens]
-    assert trained(episode) == as_sampled(sampled)
+    assert [len(reply) for _, reply, _ in sampled] == [3, OPTIONS.max_reply_tokens]
+    assert trained(episode) == sampled
 
 
 def test_the_text_of_a_request_may_come_in_parts(play_program):
@@ -382,7 +358,7 @@ def test_the_text_of_a_request_may_come_in_parts(play_program):
 first = ask(user([{part}, {part}]))
 ask(user("hihi"), {{**first, "content": [dict({part}, text=first["content"])]}}, user([{part}]))
 """)
-    assert trained(episode) == as_sampled(sampled)
+    assert trained(episode) == sampled
     assert len(episode.segments) == 1  # what was sampled is known again
     assert episode.prompt == "hihi"
     assert episode.turns[0]["observation"] == "hi"

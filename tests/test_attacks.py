@@ -14,6 +14,7 @@ import random
 import shutil
 import sys
 from dataclasses import replace
+from functools import cache
 from textwrap import indent
 from unittest.mock import patch
 
@@ -38,43 +39,37 @@ def backend(request):
     return request.param
 
 
-def titanic(header, key, label, female):
-    """awk that predicts by the sex alone, wrong for everybody."""
-    program = f'NR==1 {{print "{header}"; next}} {{print ${key} "," ({female} ? 0 : 1)}}'
-    return f"awk -F, '{program}' data/test.csv > submission.csv"
-
-
+# Wrong for everybody: predicts by the sex alone.
+WRONG = (
+    """awk -F, 'NR==1 {print "id,survived"; next} {print $1 "," ($3 != "female")}' """
+    "data/test.csv > submission.csv"
+)
 # An honest but poor artefact for each grader: (where it comes from, task, commands that write it).
 CSV = [
-    pytest.param("", "titanic", titanic("id,survived", 1, 2, '$3 == "female"'), id="our titanic"),
-    pytest.param(
+    ("", "titanic", WRONG),
+    (
         "mlgym",
         "titanic",
         "printf 'PassengerId,Survived\\n' > submission.csv; cut -d, -f1 data/test.csv | "
         "tail -n +2 | sed 's/$/,1/' >> submission.csv",
-        id="MLGym's titanic",
     ),
 ]
 GAMES = [
-    pytest.param("", "battleOfSexes", "return 1", id="our battleOfSexes"),
-    pytest.param("mlgym", "battleOfSexes", "return 1", id="MLGym's battleOfSexes"),
-    pytest.param("mlgym", "blotto", "return [20] * 6", id="MLGym's blotto"),
+    ("", "battleOfSexes", "return 1"),
+    ("mlgym", "battleOfSexes", "return 1"),
+    ("mlgym", "blotto", "return [20] * 6"),
 ]
 if not MLGYM:  # its graders can only be attacked where they are
     CSV = CSV[:1]
     GAMES = GAMES[:1]
 
 
-def missing_packages(world):
-    """MLGym's graders need pandas and scikit-learn."""
-    return world.sandbox.run(["python3", "-c", "import pandas, sklearn"], 30).exit_code
-
-
 def open_world(backend, source, name):
     task = load_task(name, MLGYM if source else "", "")
     world = Env(replace(task, step_timeout=60.0), backend)
     world.reset()
-    if source and name == "titanic" and missing_packages(world):
+    needs = ["python3", "-c", "import pandas, sklearn"]
+    if source and name == "titanic" and world.sandbox.run(needs, 30).exit_code:
         world.close()
         pytest.skip("the sandbox has no pandas and scikit-learn, which MLGym's grader needs")
     return world
@@ -94,28 +89,16 @@ def play(world, *commands):
 @pytest.fixture(scope="module")
 def shared():
     """shared(backend, source, name): an environment for tests that change nothing but artefacts."""
-    worlds = {}
-
-    def get(*key):
-        if key not in worlds:
-            worlds[key] = open_world(*key)
-        return worlds[key]
-
-    yield get
-    for world in worlds.values():
-        world.close()
+    with contextlib.ExitStack() as stack:
+        yield cache(lambda *key: stack.enter_context(open_world(*key)))
 
 
-honest_scores = {}
-
-
-def honest(backend, source, name, *commands):
+@cache
+def honest(backend, source, name, command):
     """The score of an honest artefact, measured once."""
-    if (source, name) not in honest_scores:
-        score, said = attempt(backend, source, name, *commands)
-        assert score.valid, said + score.message
-        honest_scores[source, name] = score.value
-    return honest_scores[source, name]
+    score, said = attempt(backend, source, name, command)
+    assert score.valid, said + score.message
+    return score.value
 
 
 def strategy(body, before=""):
@@ -223,7 +206,10 @@ submit
 
 
 # Attacks that do not get in each other's way; the one of the environment variables comes last.
-ROUNDS = [[0, 3, 4, 5, 8, 7, 6], [1], [2]]
+TOGETHER = [[0, 3, 4, 5, 8, 7, 6], [1], [2]]
+ROUNDS = [(*artefact, numbers) for artefact in CSV for numbers in TOGETHER]
+for source, name, body in GAMES[:2]:
+    ROUNDS.append((source, name, strategy(body), [3, 4, 5]))
 
 
 def attacks(names):
@@ -237,22 +223,14 @@ def attacks(names):
     return mark
 
 
-@pytest.mark.parametrize("source, name, artefact", CSV)
-@pytest.mark.parametrize("numbers", ROUNDS, ids=["files", "links", "folders"])
+@pytest.mark.parametrize("source, name, artefact, numbers", ROUNDS)
 @attacks([what for what, _ in AROUND])
-def test_nothing_around_a_csv_changes_its_score(backend, source, name, artefact, numbers):
+def test_nothing_around_an_artefact_changes_its_score(backend, source, name, artefact, numbers):
     worth = honest(backend, source, name, artefact)
     commands = [AROUND[number][1] for number in numbers]
     score, said = attempt(backend, source, name, artefact, *commands)
-    assert score.valid and score.value == worth, said + score.message
-
-
-@pytest.mark.parametrize("source, name, body", GAMES[:2])
-def test_nothing_around_a_strategy_changes_its_score(backend, source, name, body):
-    worth = honest(backend, source, name, strategy(body))
-    commands = [text for _, text in AROUND[3:6]]
-    score, said = attempt(backend, source, name, strategy(body), *commands)
-    assert score.valid and score.value < worth + 0.03, said + score.message
+    luck = 0.03 if "strategy" in artefact else 0
+    assert score.valid and score.value <= worth + luck, said + score.message
 
 
 # ---- inside the artefact
@@ -423,51 +401,53 @@ def test_a_strategy_finds_nothing_to_read(shared, backend, source, name, body):
 # ---- the CSV itself
 
 
-def with_first(rows, rest):
-    """The rows with something else behind the first id."""
-    return [rows[0], rows[1].split(",")[0] + rest, *rows[2:]]
-
-
 def with_all(rows, value):
     """The rows with another value behind every id."""
-    header, *others = rows
-    return [header, *(row.split(",")[0] + value for row in others)]
+    return rows[:1] + [f"{row.split(',')[0]},{value}" for row in rows[1:]]
 
 
-HOSTILE = [
-    ("no header", lambda rows: rows[1:]),
-    ("an unknown id", lambda rows: rows + ["1,0"]),
-    ("a blank value", lambda rows: with_first(rows, ",")),
-    ("an unknown label", lambda rows: with_first(rows, ",2")),
-    ("a digit of another script", lambda rows: with_first(rows, ",\u0661")),
-    ("a NUL", lambda rows: with_first(rows, ",\0")),
-    ("format characters", lambda rows: with_first(rows, "," + "%s{answers}" * 50)),
-    ("a number of 5,000 digits", lambda rows: with_first(rows, "," + "9" * 5000)),
-    ("a number that is too large", lambda rows: with_first(rows, ",1e40")),
-    ("one longer row", lambda rows: with_first(rows, ",0,1")),
-    ("an open quote", lambda rows: rows + ['"1,0']),
-    ("two million lines", lambda rows: rows + [""] * 2_000_000),
-    ("duplicate ids", lambda rows: rows[:1] + rows[1:2] * (len(rows) - 1)),
-    ("NaN", lambda rows: with_all(rows, ",nan")),
-    ("infinity", lambda rows: with_all(rows, ",inf")),
-    ("another header", lambda rows: ["a,b"] + rows[1:]),
-    ("missing rows", lambda rows: rows[:2]),
-    ("nothing", lambda rows: []),
-    ("a JSON line", lambda rows: ['{"accuracy": 1.0}'] * len(rows)),
-]
-HOSTILE_BYTES = [
-    ("bytes that are no text", b"\xff\xfe\x00"),
-    ("a deeply compressed file", gzip.compress(bytes(50 << 20), 1)),
-    ("a pickle", pickle.dumps(os._exit)),
-]
+# Behind the first id.
+FIRST = {
+    "a blank value": ",",
+    "an unknown label": ",2",
+    "a digit of another script": ",\u0661",
+    "a NUL": ",\0",
+    "format characters": ",%s{answers}" * 50,
+    "a number of 5,000 digits": "," + "9" * 5000,
+    "a number that is too large": ",1e40",
+    "one longer row": ",0,1",
+}
+# In place of the rows, the header first.
+ROWS_OF = {
+    "no header": lambda rows: rows[1:],
+    "an unknown id": lambda rows: [*rows, "1,0"],
+    "an open quote": lambda rows: [*rows, '"1,0'],
+    "two million lines": lambda rows: rows + [""] * 2_000_000,
+    "duplicate ids": lambda rows: rows[:1] + rows[1:2] * (len(rows) - 1),
+    "NaN": lambda rows: with_all(rows, "nan"),
+    "infinity": lambda rows: with_all(rows, "inf"),
+    "another header": lambda rows: ["a,b", *rows[1:]],
+    "missing rows": lambda rows: rows[:2],
+    "nothing": lambda rows: [],
+    "a JSON line": lambda rows: ['{"accuracy": 1.0}'] * len(rows),
+}
+HOSTILE_BYTES = {
+    "bytes that are no text": b"\xff\xfe\x00",
+    "a deeply compressed file": gzip.compress(bytes(50 << 20), 1),
+    "a pickle": pickle.dumps(os._exit),
+}
+HOSTILE = FIRST | ROWS_OF | HOSTILE_BYTES
 
 
 def hostile_files(rows):
     """(what, content) of hostile versions of an honest submission."""
-    files = []
-    for what, change in HOSTILE:
-        files.append((what, "\n".join([*change(rows), ""]).encode()))
-    return files + HOSTILE_BYTES
+    header, one, *others = rows
+    changed = [(what, change(rows)) for what, change in ROWS_OF.items()]
+    for what, rest in FIRST.items():
+        changed.append((what, [header, one.split(",")[0] + rest, *others]))
+    for what, lines in changed:
+        yield what, "\n".join([*lines, ""]).encode()
+    yield from HOSTILE_BYTES.items()
 
 
 WORDS = {  # a task whose answers are texts; one class is in train.csv alone
@@ -515,7 +495,7 @@ def honest_rows(task):
 
 
 @attack("answers through the grader's error text")
-@attacks([f"a CSV with {what}" for what, _ in HOSTILE + HOSTILE_BYTES])
+@attacks([f"a CSV with {what}" for what in HOSTILE])
 @pytest.mark.parametrize("table", TABLES, indirect=True)
 def test_no_message_depends_on_an_answer(table, tmp_path):
     """The text about a submission is the same whatever the answers are. In titanic none of the
@@ -526,7 +506,7 @@ def test_no_message_depends_on_an_answer(table, tmp_path):
 
     def said(task, content, split):
         printed = run_csv_grader(task, tmp_path, {"submission.csv": content}, split)
-        value, message = parse_grade(last_json_object(printed), task)
+        value, message, _ = parse_grade(last_json_object(printed), task)
         return value is not None, message
 
     for what, content in [("nothing wrong", "\n".join(rows).encode()), *hostile_files(rows)]:
@@ -538,9 +518,10 @@ def test_no_message_depends_on_an_answer(table, tmp_path):
 
 
 @attack("a class that is in the training data alone")
+@attack("a CSV in another order")
 @pytest.mark.parametrize("table", ["words"], indirect=True)
-def test_any_text_is_a_legal_class_if_the_task_names_none(table, tmp_path):
-    rows = ["id,word", "1,mars", "2,banjo", "3,", "4,dynamo"]
+def test_any_text_is_a_legal_class_in_any_order_if_the_task_names_none(table, tmp_path):
+    rows = ["id,word", "4,dynamo", "2,banjo", "1,mars", "3,"]
     for split in table.splits:
         printed = run_csv_grader(table, tmp_path, {"submission.csv": "\n".join(rows)}, split)
         assert last_json_object(printed)["accuracy"] == 0.5
@@ -639,13 +620,13 @@ def test_nothing_that_is_read_holds_a_hidden_row(backend, name):
 # ---- the CSV in a sandbox
 
 
-@pytest.mark.parametrize("source, name, artefact", CSV)
-def test_hostile_csv(shared, backend, source, name, artefact):
+@pytest.mark.parametrize("source, name, artefact", CSV[1:])
+def test_hostile_csv_in_graders_of_mlgym(shared, backend, source, name, artefact):
     worth = honest(backend, source, name, artefact)
     world = shared(backend, source, name)
     world.step(block(artefact))
-    files = hostile_files(world.sandbox.get("submission.csv").decode().splitlines())
-    for what, content in files if source else files[-2:]:  # the test above has them all
+    rows = world.sandbox.get("submission.csv").decode().splitlines()
+    for what, content in hostile_files(rows):
         world.sandbox.put({"submission.csv": content})
         score = world.score()
         assert score.value is None or score.value <= worth, (what, score)
@@ -688,18 +669,6 @@ def test_mlgym_tasks_with_weak_graders_are_marked():
     words = "the grader runs code that the agent wrote, so a score can be made up"
     for name in RUN_CODE:
         assert words in facts[name]["degenerate"], name
-
-
-@attack("a CSV in another order")
-def test_order_of_rows_is_not_worth_anything(tmp_path):
-    task = load_task("titanic")
-    header, *rows = honest_rows(task)
-    printed = set()
-    for lines in (rows, rows[::-1]):
-        files = {"submission.csv": "\n".join([header, *lines])}
-        printed.add(run_csv_grader(task, tmp_path, files, "validation"))
-    assert "accuracy" in printed.pop()
-    assert not printed
 
 
 # ---- answers in packages
@@ -798,7 +767,7 @@ def test_full_disk_is_no_fault(backend):
         world.reset()
         score, _ = play(world, *map(fill.format, (".", "/tmp", "/dev/shm")))
         assert score.message.startswith("no submission")
-        score, _ = play(world, f"rm -f fill* /tmp/fill* /dev/shm/fill*; {CSV[0].values[2]}")
+        score, _ = play(world, f"rm -f fill* /tmp/fill* /dev/shm/fill*; {WRONG}")
         assert score.valid
 
 
@@ -819,7 +788,7 @@ def test_strange_trees_are_no_fault(backend):
     task = replace(load_task("titanic"), artefacts=("submission.csv", "*.out"))
     with Env(task, backend) as world:
         world.reset()
-        before, _ = play(world, CSV[0].values[2])
+        before, _ = play(world, WRONG)
         assert before.valid
         tree = DEEP.format(2100) + "touch $'\\xff.py' $'\\xfe.out'; ls"
         score, said = play(world, tree, "ln -s data folder.out")  # no file: it is not handed in
@@ -840,7 +809,7 @@ def test_strange_trees_are_no_fault(backend):
 def test_a_link_in_a_circle_hides_no_artefact(backend):
     with Env(replace(load_task("titanic"), artefacts=("*.csv",)), backend) as world:
         world.reset()
-        score, _ = play(world, CSV[0].values[2], "ln -s loop loop")
+        score, _ = play(world, WRONG, "ln -s loop loop")
         assert score.valid
         with world.fork() as child:
             assert not play(child, "rm -f loop")[0].valid

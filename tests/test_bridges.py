@@ -199,12 +199,14 @@ class VfEval:
     """A running `vf-eval @ eval.toml`. It remembers all processes that it started."""
 
     def __init__(self, folder: Path, url: str, rollouts: int, *flags):
-        command = [f"{VENV}/bin/vf-eval", "@", CONFIG, "--client.base-url", url, "--model", "m"]
-        command += ["--num-rollouts", rollouts, "--no-rich", "-o", folder, "--run.name", "run"]
+        command = (
+            f"{VENV}/bin/vf-eval @ {CONFIG} --client.base-url {url} --model m "
+            f"--num-rollouts {rollouts} --no-rich -o {folder} --run.name run"
+        )
         self.log = folder / "vf-eval.log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [str(part) for part in (*command, *flags)], cwd=folder, stdout=log, stderr=log
+                [*command.split(), *map(str, flags)], cwd=folder, stdout=log, stderr=log
             )
         self.folder = folder
         self.started = set()
@@ -220,7 +222,8 @@ class VfEval:
         return self.process.poll()
 
     def episodes(self) -> list[dict]:
-        """The trace of each episode of a finished run that left no sandbox behind."""
+        """Waits for the end. Returns the trace of each episode; no sandbox is left behind."""
+        assert self.wait() == 0, self.log.read_text()[-3000:]
         assert not self.sandboxes()
         rows = read_rows(self.folder / "run/traces.jsonl")
         return [row["traces"][0] for row in rows]
@@ -244,8 +247,7 @@ def test_rewards_are_those_of_our_own_episodes(tmp_path):
         return EVERYBODY_DIES if len(asked) % 2 else block("ls")
 
     with replying(answer) as url:
-        run = VfEval(tmp_path, url, 4, "--env.agent.harness.episode.max-turns", 2)
-        assert run.wait() == 0, run.log.read_text()[-3000:]
+        traces = VfEval(tmp_path, url, 4, "--env.agent.harness.episode.max-turns", 2).episodes()
     task = load_task("titanic")
     policy = FakePolicy(EVERYBODY_DIES, block("submit"))
     own = asyncio.run(play_once(Env(task), policy, prompts=AGENT_TEXTS, max_turns=2))
@@ -254,7 +256,7 @@ def test_rewards_are_those_of_our_own_episodes(tmp_path):
     assert len(prompts) == 1
     value = value_of(improvement(own.score.value, task))
     seen = []
-    for trace in run.episodes():
+    for trace in traces:
         metrics = trace["metrics"]
         assert (metrics["turns"], metrics["faults"]) == (2, 0)
         [reward] = trace["rewards"].values()
@@ -278,9 +280,7 @@ def test_what_was_done_before_a_limit_of_verifiers_counts(tmp_path, flags, then,
         return EVERYBODY_DIES if is_first else block(then)
 
     with replying(answer) as url:
-        run = VfEval(tmp_path, url, 1, *flags)
-        assert run.wait() == 0, run.log.read_text()[-3000:]
-    (trace,) = run.episodes()
+        [trace] = VfEval(tmp_path, url, 1, *flags).episodes()
     assert trace["ok"]
     assert trace["stop_condition"] == stopped_by
     assert trace["metrics"]["valid"] == 1
@@ -322,8 +322,7 @@ def test_a_broken_sandbox_is_replaced_once_and_then_an_error(tmp_path):
             asked.clear()
             for process in run.sandboxes():
                 process.kill()
-        assert run.wait() == 0, run.log.read_text()[-3000:]
-    (trace,) = run.episodes()
+        [trace] = run.episodes()
     assert not trace["ok"]
     assert trace["stop_condition"] == "sandbox_error"
     assert trace["metrics"]["faults"] == 2
@@ -334,13 +333,13 @@ def test_a_broken_sandbox_is_replaced_once_and_then_an_error(tmp_path):
 @has_verifiers
 def test_nothing_is_paid_for_or_uploaded(tmp_path):
     """By default as far as the package decides, and by eval.toml for the rest."""
-    for source in (["@", CONFIG], ["flatlab-env"]):
-        command = [f"{VENV}/bin/vf-eval", *source, "--dry-run", "-o", tmp_path, "--run.name", "dry"]
-        subprocess.run(list(map(str, command)), check=True, cwd=tmp_path)
+    for source in (f"@ {CONFIG}", "flatlab-env"):
+        command = f"{VENV}/bin/vf-eval {source} --dry-run -o {tmp_path} --run.name dry"
+        subprocess.run(command.split(), check=True, cwd=tmp_path)
         (path,) = (tmp_path / "dry").rglob("eval.json")
         config = json.loads(path.read_text())
         assert config["env"]["agent"]["runtime"]["type"] == "subprocess"
-        assert source == ["flatlab-env"] or not config["push"]
+        assert source == "flatlab-env" or not config["push"]
 
 
 @pytest.mark.slow

@@ -25,7 +25,18 @@ from flatlab.task.definition import Task
 from flatlab.task.grading import Score
 from flatlab.world.blocks import extract_action
 from flatlab.world.episode import run_episode
-from helpers import LOCAL, PROJECT, TINY_TEXTS, FakePolicy, block, do, play_once, python, slow
+from helpers import (
+    LOCAL,
+    PROJECT,
+    TINY_TEXTS,
+    FakePolicy,
+    block,
+    do,
+    play_once,
+    python,
+    slow,
+    trained,
+)
 from tasks import load_task
 
 CANARY = "canary,4b1d,of,the,hidden,answers"
@@ -242,9 +253,6 @@ def test_observations(world):
     assert do(world, "sleep 1").status == "ok"
     assert "memory limit" in do(world, "kill -9 $$").observation
     assert do(world, "submit").done
-
-
-def test_validate_and_submit_have_a_block_of_their_own(world):
     for text in ("validate; ls", "validate now", "echo x && submit", "submit || true"):
         step = do(world, text)
         assert "block of its own" in step.observation
@@ -265,13 +273,6 @@ def test_validate_grades_in_a_fresh_sandbox_and_equal_artefacts_once(world, monk
     assert world.score() == step.score
 
 
-@pytest.mark.fault(26, "the grader hangs")
-def test_grader_that_hangs(world):
-    world.task = replace(world.task, grade_timeout=0.1)
-    do(world, "echo hang > guess.txt")
-    assert "longer than" in do(world, "validate").observation
-
-
 @pytest.mark.fault(26, "the grader waits")
 @pytest.mark.parametrize("wait", ["time.sleep(10**6)", slow("threading.Event().wait()")])
 def test_grader_that_waits_is_stopped_before_its_time(world, monkeypatch, wait):
@@ -284,7 +285,7 @@ def test_grader_that_waits_is_stopped_before_its_time(world, monkeypatch, wait):
     assert score.grader_output.startswith("exit code 143 idle")
 
 
-@pytest.mark.fault(26, "a grading that failed under load")
+@pytest.mark.fault(26, "the grader hangs", "a grading that failed under load")
 def test_a_grading_that_failed_is_tried_again_and_a_score_stays(task, world):
     task.hidden["grade.py"].write_text(
         "import random, json\nprint(json.dumps({'hits': random.random()}))"
@@ -462,14 +463,9 @@ def play(task, policy, backend=LOCAL, **options):
 
 def check_tokens(episode, policy):
     """Segments hold what was requested; each reply is trained on once, with its own log-probs."""
+    pairs = zip(policy.requests, policy.samples, strict=True)
+    assert trained(episode) == [(before, s.tokens, s.logprobs) for before, s in pairs]
     assert sum(sum(s.mask) for s in episode.segments) == episode.reply_tokens
-    for segment in episode.segments:
-        assert len(segment.tokens) == len(segment.mask)
-        assert segment.mask[-1] == 1
-        assert segment.logprobs == [-0.5 if bit else 0.0 for bit in segment.mask]
-    for request in policy.requests:
-        if any(s.mask[len(request) :] for s in episode.segments):
-            assert any(s.tokens[: len(request)] == request for s in episode.segments)
 
 
 def test_episode_until_submit(task, backend):
@@ -479,16 +475,9 @@ def test_episode_until_submit(task, backend):
     assert (episode.score.value, episode.test_score.value) == (2.0, 0.0)
     assert [turn["status"] for turn in episode.turns] == ["ok", "rejected", "validate", "submit"]
     assert episode.turns[2]["score"] == 2.0
-    tokens = policy.render([{"role": "user", "content": episode.prompt}])
-    replies = [-1] * len(tokens)
-    for number, turn in enumerate(episode.turns):
-        said = [*policy.encode(turn["reply"]), 1]
-        after = policy.observation_tokens(turn["observation"], True)
-        tokens += said + after
-        replies += [number] * len(said) + [-1] * len(after)
+    said = "".join(f"{turn['reply']}<user>{turn['observation']}" for turn in episode.turns)
     [segment] = episode.segments
-    assert segment.tokens == tokens[: -len(after)]  # nobody reads the last observation
-    assert segment.reply == replies[: -len(after)]
+    assert f"{policy.decode(segment.tokens)}<user>Submitted." == f"<user>{episode.prompt}{said}"
     check_tokens(episode, policy)
 
 

@@ -109,12 +109,10 @@ def test_the_overlap_of_partitions_is_that_of_erdos_problem():
 def test_a_score_is_the_nearest_double_of_the_fraction():
     """Floating point goes wrong in the sixteenth digit here."""
     heights = [HALF + 1, HALF - 1, HALF + 333333333, HALF - 333333333, HALF]
-    values = [Fraction(height, UNIT) for height in heights]
-    shifts = range(-4, 5)
-    sums = []
-    for k in shifts:
-        pairs = [(i, i + k) for i in range(5) if 0 <= i + k < 5]
-        sums.append(sum(values[i] * (1 - values[j]) for i, j in pairs))
+    sums = [0] * 9  # by shift
+    for i, height in enumerate(heights):
+        for j, other in enumerate(heights):
+            sums[i - j] += Fraction(height, UNIT) * (1 - Fraction(other, UNIT))
     assert grade_exact.overlap(heights) == float(max(sums) * 2 / 5)
 
 
@@ -131,44 +129,55 @@ def test_the_sample_is_the_baseline_and_the_sanity_check_says_so(name, capsys):
 
 
 PAIR = "[500000000, 500000000]"
-REFUSED = [  # task, solution or its text, what the agent reads
-    ("erdosOverlap", '{"overlap": 0.1}', "there must be a list of 1 to 2048 integers"),
-    ("erdosOverlap", "", "it is not JSON"),
-    ("erdosOverlap", PAIR + '\n{"overlap": 0.1}', "it is not JSON"),
-    ("erdosOverlap", "[" * 100_000, "it is not JSON"),
-    ("erdosOverlap", "[500000000, 500000001]", "the sum must be 1000000000, but it is 1000000001"),
-    ("erdosOverlap", "[-1, 1000000001]", "an integer from 0 to 1000000000, not -1"),
-    ("erdosOverlap", "[0.5, 0.5]", "an integer from 0 to 1000000000, not 0.5"),
-    ("erdosOverlap", "[NaN, NaN]", "it is not JSON with finite numbers"),
-    ("erdosOverlap", "[1e999, -1e999]", "it is not JSON with finite numbers"),
-    ("erdosOverlap", f"[{10**200}, 0]", "an integer"),  # no float can hold it
-    ("erdosOverlap", "[[500000000], [500000000]]", "an integer"),
-    ("erdosOverlap", "[true, false]", "an integer from 0 to 1000000000, not True"),
-    ("erdosOverlap", '["500000000", "500000000"]', "an integer from 0 to 1000000000, not 5000"),
-    ("erdosOverlap", str([0, 1] * 500_000), "it is larger than 200000 bytes"),
-    ("erdosOverlap", str([0] * 2049), "there must be a list of 1 to 2048"),
-    ("erdosOverlap", f"[{'9' * 100_000}]", "it is not JSON"),
-    ("autocorrelation", "[0, 0, 0]", "one height at least must be positive"),
-    ("sumsDifferences", "[1]", "there must be a list of 2 to 512 integers"),
-    ("sumsDifferences", "[1, 1]", "an integer is there twice"),
-    ("sumsDifferences", "[0, 1000001]", "an integer from -1000000 to 1000000"),
-    ("hadamard29", [[1] * 29] * 28, "there must be a list of 29 rows"),
-    ("hadamard29", [[1] * 28] * 29, "there must be a list of 29 integers in each row"),
-    ("hadamard29", [[2] * 29] * 29, "an integer from -1 to 1, not 2"),
-    ("hadamard29", [[0] * 29] * 29, "each must be 1 or -1, not 0"),
-    ("circlePacking", grid(0.0625)[:25], "there must be a list of 26 circles"),
-    ("circlePacking", grid(math.nextafter(0.0625, 1)), "circle 0 has no positive"),
-    ("circlePacking", [[0.5, 0.5, 0.1]] * 26, "circle 1 overlaps circle 0"),
-    ("circlePacking", [[0.5, 0.5, -0.1]] * 26, "a number from 0 to 1, not -0.1"),
-    ("circlePacking", [[0.5, 0.5, True]] * 26, "a number from 0 to 1, not True"),
-    ("circlePacking", [["0.5", 0.5, 0.1]] * 26, "a number from 0 to 1, not 0.5"),
-    ("circlePacking", [[0.5, 0.5]] * 26, "there must be a list of 3 numbers"),
-    ("circlePacking", [[math.nan, 0.5, 0.1]] * 26, "finite numbers"),
-]
+REFUSED = {  # task -> solutions or their texts, and what the agent reads
+    "erdosOverlap": [
+        ('{"overlap": 0.1}', "there must be a list of 1 to 2048 integers"),
+        ("", "it is not JSON"),
+        (PAIR + '\n{"overlap": 0.1}', "it is not JSON"),
+        ("[" * 100_000, "it is not JSON"),
+        ("[500000000, 500000001]", "the sum must be 1000000000, but it is 1000000001"),
+        ("[-1, 1000000001]", "an integer from 0 to 1000000000, not -1"),
+        ("[0.5, 0.5]", "an integer from 0 to 1000000000, not 0.5"),
+        ("[NaN, NaN]", "it is not JSON with finite numbers"),
+        ("[1e999, -1e999]", "it is not JSON with finite numbers"),
+        (f"[{10**200}, 0]", "an integer"),  # no float can hold it
+        ("[[500000000], [500000000]]", "an integer"),
+        ("[true, false]", "an integer from 0 to 1000000000, not True"),
+        ('["500000000", "500000000"]', "an integer from 0 to 1000000000, not 5000"),
+        (str([0, 1] * 500_000), "it is larger than 200000 bytes"),
+        (str([0] * 2049), "there must be a list of 1 to 2048"),
+        (f"[{'9' * 100_000}]", "it is not JSON"),
+    ],
+    "autocorrelation": [
+        ("[0, 0, 0]", "one height at least must be positive"),
+    ],
+    "sumsDifferences": [
+        ("[1]", "there must be a list of 2 to 512 integers"),
+        ("[1, 1]", "an integer is there twice"),
+        ("[0, 1000001]", "an integer from -1000000 to 1000000"),
+    ],
+    "hadamard29": [
+        ([[1] * 29] * 28, "there must be a list of 29 rows"),
+        ([[1] * 28] * 29, "there must be a list of 29 integers in each row"),
+        ([[2] * 29] * 29, "an integer from -1 to 1, not 2"),
+        ([[0] * 29] * 29, "each must be 1 or -1, not 0"),
+    ],
+    "circlePacking": [
+        (grid(0.0625)[:25], "there must be a list of 26 circles"),
+        (grid(math.nextafter(0.0625, 1)), "circle 0 has no positive"),
+        ([[0.5, 0.5, 0.1]] * 26, "circle 1 overlaps circle 0"),
+        ([[0.5, 0.5, -0.1]] * 26, "a number from 0 to 1, not -0.1"),
+        ([[0.5, 0.5, True]] * 26, "a number from 0 to 1, not True"),
+        ([["0.5", 0.5, 0.1]] * 26, "a number from 0 to 1, not 0.5"),
+        ([[0.5, 0.5]] * 26, "there must be a list of 3 numbers"),
+        ([[math.nan, 0.5, 0.1]] * 26, "finite numbers"),
+    ],
+}
+ROWS = [(name, *row) for name, rows in REFUSED.items() for row in rows]
 
 
 @attack
-@pytest.mark.parametrize(("name", "solution", "sentence"), REFUSED)
+@pytest.mark.parametrize(("name", "solution", "sentence"), ROWS)
 def test_what_is_not_feasible_is_refused_with_one_sentence(name, solution, sentence):
     refused(name, solution, sentence)
 
@@ -220,8 +229,14 @@ BETTER = json.dumps([UNIT // 4, UNIT // 2, UNIT * 3 // 4, UNIT * 3 // 4, UNIT //
 def test_a_search_says_exact_and_keeps_a_file_that_beats_the_reference(tmp_path):
     reply = block(f"echo '{BETTER}' > solution.json")
     model = FakePolicy(reply, block("validate"), block("submit"))
-    sizes = {"context": 50_000, "max_reply_tokens": 2000, "max_observation_tokens": 2000}
-    cfg = search_config(backend=LOCAL, nodes=1, sampling_mode=("none",), **sizes)
+    cfg = search_config(
+        backend=LOCAL,
+        nodes=1,
+        sampling_mode=("none",),
+        context=50_000,
+        max_reply_tokens=2000,
+        max_observation_tokens=2000,
+    )
     config = {"seed": 0, "task": "erdosOverlap", "sampling_mode": "none"}
     run = open_run(tmp_path / "run", config, MADE_BY)
     (run.dir / "nodes").mkdir()

@@ -2,7 +2,6 @@
 what a task needs of them: network, caches, large files and packages in an image.
 """
 
-import json
 import os
 import pwd
 import shutil
@@ -118,10 +117,9 @@ def test_no_command_breaks_the_next_one(box):
 def test_variables_that_no_shell_can_keep(box):
     read_only = "SHELLOPTS BASHOPTS BASH_VERSINFO UID EUID PPID"
     assert out(box, f"cd {box.workspace}; export {read_only} KEPT=1") == ""
-    box.run("export KEPT=2 BIG=$(head -c 300000 /dev/zero | tr '\\0' x); printf x; cd /", 10)
+    large = out(box, "export KEPT=2 BIG=$(head -c 300000 /dev/zero | tr '\\0' x); printf x; cd /")
+    assert large.startswith("x\n[the exported variables of this command are not kept")
     assert out(box, "echo $KEPT; pwd") == "1\n/"
-    large = box.run("export KEPT=2 BIG=$(head -c 300000 /dev/zero | tr '\\0' x); printf x", 10)
-    assert large.output.startswith("x\n[the exported variables of this command are not kept")
     box.call("state", cwd=box.workspace)
 
 
@@ -142,12 +140,6 @@ def test_nothing_of_one_command_runs_or_counts_in_the_next(box):
     box.run("cd ..; rm -r q", 10)
 
 
-def test_many_bytes_are_put_in_several_requests(box, monkeypatch):
-    monkeypatch.setattr(client, "PUT_BYTES", 4)
-    box.put({f"part-{i}": b"12345" for i in range(3)})
-    assert out(box, "cat part-?; rm part-?") == "123451234512345"
-
-
 USE_UP = """
 import subprocess
 while True:
@@ -164,12 +156,8 @@ def test_no_process_is_left_for_a_command(isolated):
             assert out(box, "echo alive") == "alive"
 
 
-@pytest.mark.fault(10, "a command of 1 MB")
-def test_commands_of_any_length(box):
-    assert out(box, f"x='{'y' * 1_000_000}'; echo ${{#x}}") == "1000000"
-
-
 @pytest.mark.fault(7, "progress bars, ANSI codes, invalid UTF-8, NUL")
+@pytest.mark.fault(10, "a command of 1 MB")
 def test_text_arrives_and_returns_unharmed(box):
     text = "tab\t 'single' \"double\" \\back $x `y` Ünïcödé 日本 😀\n  indented\n"
     box.run(f"cat > t.txt <<'END'\n{text}END", 10)
@@ -177,6 +165,7 @@ def test_text_arrives_and_returns_unharmed(box):
     assert box.run("cat t.txt", 10).output == text
     assert out(box, "printf 'a\\xffb\\0c\\033[31mred'") == "a\ufffdbcred"
     assert box.run("printf 'lone \ud800 surrogate'", 10).exit_code == 0
+    assert out(box, f"x='{'y' * 1_000_000}'; echo ${{#x}}") == "1000000"
 
 
 LONG = "a" * 80_000
@@ -378,21 +367,12 @@ def test_no_rights(box):
 
 @pytest.mark.attack("network: this machine, its bridge, the internet")
 def test_no_network(box):
-    code = (
-        "import socket, sys\ns = socket.socket(socket.AF_INET, socket.SOCK_{})\n"
-        "s.settimeout(2)\ntry: s.connect(('{}', {}))\n"
-        "except OSError as e: print('refused', e)\nelse: print('CONNECTED')"
-    )
-
-    def connect(*target):
-        return out(box, f"python3 - <<'E'\n{code.format(*target)}\nE")
-
     with socket.create_server(("0.0.0.0", 0)) as server:  # something of this machine that listens
         port = server.getsockname()[1]
-        for host, number in (("127.0.0.1", port), ("172.17.0.1", port), ("1.1.1.1", 53)):
-            assert connect("STREAM", host, number).startswith("refused")
+        for target in (f"127.0.0.1/{port}", f"172.17.0.1/{port}", "1.1.1.1/53"):
+            assert "bash: connect: " in out(box, f": > /dev/tcp/{target}"), target
     if box.backend is not local.LANDLOCK:
-        assert connect("DGRAM", "1.1.1.1", 53).startswith("refused")
+        assert "bash: connect: " in out(box, ": > /dev/udp/1.1.1.1/53")
 
 
 @pytest.mark.fault(14, "the agent kills its sandbox")
@@ -484,7 +464,8 @@ def test_a_sandbox_without_isolation_removes_nothing(tmp_path):
 # ---- files
 
 
-def test_put_and_get(box):
+def test_put_and_get(box, monkeypatch):
+    monkeypatch.setattr(client, "PUT_BYTES", 1 << 20)  # so there are several requests
     binary = bytes(range(256)) * 5000
     box.put({"deep/er/file.bin": binary, "empty": b"", "script": PROJECT / "env.py"})
     assert box.get("deep/er/file.bin") == binary
@@ -619,32 +600,28 @@ def test_container_that_dies_is_a_fault():
 # ---- an ordinary user
 
 ORDINARY = """
-import json, sys; sys.path.insert(0, {project!r})
+import sys; sys.path.insert(0, {project!r})
 from flatlab.sandbox import snapshot
 from flatlab.sandbox.client import Sandbox
 box = Sandbox("namespaces")
-commands = [
-    "id -u",
-    "kill -9 1; kill -KILL $PPID; echo alive",
-    "cat /proc/1/environ /proc/1/mem; ls /proc/1/fd",
-    "touch /usr/x /etc/x /x",
-    "grep CapEff /proc/self/status",
-    "unshare -Ur true",
-    "ls {project}",
-]
-results = [box.run(command, 5) for command in commands]
-slow = box.run("setsid sleep 4321 & sleep 60", 0.3)
-left = box.run("ls -d /proc/[0-9]* | wc -l", 5)
+out = lambda command, box=box: box.run(command, 5).output.strip()
+assert out("id -u") == "1000"
+assert out("kill -9 1; kill -KILL $PPID; echo alive").endswith("alive")
+assert out("grep CapEff /proc/self/status").split()[1] == "0" * 16
+for refused in ("cat /proc/1/environ /proc/1/mem; ls /proc/1/fd", "touch /usr/x /etc/x /x",
+                "unshare -Ur true", "ls {project}"):
+    assert box.run(refused, 5).exit_code, refused
+assert box.run("setsid sleep 4321 & sleep 60", 0.3).stopped == "time"
+assert int(out("ls -d /proc/[0-9]* | wc -l")) < 6
 box.put({{"f": b"x"}}, user="root", mode=0o600)
-box.run("mkdir ~/workspace/d ~/workspace/e; cd ~/workspace; echo 1 | tee d/f e/f > g", 5)
-box.run("echo 2 > h; chmod 444 d; chmod 000 e g", 5)
+assert box.get("f") == b"x"
+out("mkdir ~/workspace/d ~/workspace/e; cd ~/workspace; echo 1 | tee d/f e/f > g")
+out("echo 2 > h; chmod 444 d; chmod 000 e g")
 twin = Sandbox("namespaces")
 snapshot.put_back(twin, snapshot.take(box))
-copied = twin.run("stat -c '%n %a' *; cat h", 5).output.split()
+copied = out("stat -c '%n %a' *; cat h", twin)
+assert " ".join(copied.split()) == "d 444 f 600 h 644 2"  # what it may not read is left out
 twin.close()
-said = [[r.exit_code, r.output.strip()] for r in results]
-said += [[slow.stopped, left.output.strip()], [0, box.get("f").decode()], copied]
-print(json.dumps(said))
 box.close()
 """
 
@@ -681,17 +658,6 @@ def test_namespaces_of_an_ordinary_user(ordinary):
     if "not permitted" in done.stderr and "unshare" in done.stderr:
         pytest.skip("ordinary users have no namespaces here")
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    user, kills, reads, writes, caps, nested, project, slow, put, closed = said
-    assert user == [0, "1000"]
-    assert kills[1].endswith("alive")
-    for refused in (reads, writes, nested, project):
-        assert refused[0]
-    assert caps[1].split()[1] == "0" * 16
-    assert put == [0, "x"]
-    assert slow[0] == "time"
-    assert int(slow[1]) < 6
-    assert " ".join(closed) == "d 444 f 600 h 644 2"  # what it may not read is left out
 
 
 # ---- choosing
@@ -759,6 +725,8 @@ def test_landlock_that_cannot_hide_a_folder_leaves_none_behind(monkeypatch, tmp_
 def test_docker_image_and_permission(monkeypatch):
     with user_error("no image flatlab/nothing:here; get it with"):
         client.pick_backend("docker", "flatlab/nothing:here")
+    with pytest.raises(SandboxFault, match="flatlab/nothing"):
+        Env(load_task("titanic"), SandboxOptions("docker", image="flatlab/nothing:here")).reset()
     assert client.pick_backend("docker") == ("docker", f"docker, image {IMAGE}")
     from docker import errors
 
@@ -776,20 +744,20 @@ def test_docker_image_and_permission(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "need, options, sentence",
+    "need, backend, cache, sentence",
     [
-        ("needs_network", {"backend": "local"}, "takes data from the network.*--hf-cache"),
-        ("needs_network", {"backend": "docker", "hf_cache": "absent"}, "no folder absent"),
-        ("needs_gpu", {"backend": "local"}, "use --backend docker"),
-        ("needs_gpu", {"backend": "docker"}, "no /dev/nvidiactl"),
+        ("needs_network", "local", None, "takes data from the network.*--hf-cache"),
+        ("needs_network", "docker", "absent", "no folder absent"),
+        ("needs_gpu", "local", None, "use --backend docker"),
+        ("needs_gpu", "docker", None, "no /dev/nvidiactl"),
     ],
 )
-def test_needs_that_a_sandbox_cannot_meet_are_refused(monkeypatch, need, options, sentence):
+def test_needs_that_a_sandbox_cannot_meet_are_refused(monkeypatch, need, backend, cache, sentence):
     task = replace(load_task("titanic"), **{need: True})
     monkeypatch.delenv("DOCKER_HOST", raising=False)
     monkeypatch.setattr(Path, "exists", lambda self: False)
     with user_error(sentence):
-        resolve_backend(task, SandboxOptions(**options))
+        resolve_backend(task, SandboxOptions(backend, hf_cache=cache))
 
 
 CONNECT = (
@@ -831,7 +799,7 @@ def test_hf_cache_is_mounted_read_only_and_found(tmp_path):
 
 def leftovers():
     """Images of this process that have lost their name."""
-    label = f"flatlab.owner={docker.owner()}"
+    label = f"flatlab.owner={socket.gethostname()}:{os.getpid()}"
     return docker_api().images(filters={"dangling": True, "label": label})
 
 
@@ -866,9 +834,15 @@ def big_task(tmp_path):
 def test_large_files_are_baked_into_one_image_once(big_task, monkeypatch):
     with Env(big_task, "docker") as world:
         assert "data/big.bin (9437184 bytes)" in world.reset()
-        first = world.sandbox.image
+        first = world.sandbox.spec.image
         assert first.startswith("flatlab/flatlab-test:")
         assert do(world, "echo x >> data/big.bin").status == "ok"
+        # A file of the image that the agent has removed is not graded.
+        box = world.make_sandbox()
+        assert out(box, "ls data") == "big.bin"
+        task = replace(big_task, artefacts=("submission.csv", "data/*"))
+        grading.lay_out(task, {"submission.csv": b"x"}, box)
+        assert out(box, "ls data") == ""
     images.found_images.clear()  # as a later process
     with monkeypatch.context() as patch:
         patch.setattr(images, "commit", lambda *_: pytest.fail("built again"))
@@ -884,21 +858,11 @@ def test_large_files_are_baked_into_one_image_once(big_task, monkeypatch):
 
 
 @needs_docker
-def test_a_file_of_the_image_that_the_agent_removed_is_not_graded(big_task):
-    task = replace(big_task, artefacts=("submission.csv", "data/*"))
-    with Env(task, "docker") as world:
-        box = world.make_sandbox()
-        assert box.run("ls data", 10).output == "big.bin\n"
-        grading.lay_out(task, {"submission.csv": b"x"}, box)
-        assert box.run("ls data", 10).output == ""
-
-
-@needs_docker
 @pytest.mark.fault(20, "an image that lost its name while a container used it")
 def test_images_without_a_name_are_removed_at_the_next_start(big_task):
     with Env(big_task, "docker") as world:
         world.reset()
-        docker_api().remove_image(world.sandbox.image, force=True)
+        docker_api().remove_image(world.sandbox.spec.image, force=True)
         assert leftovers()
     assert remove_leftovers()
 

@@ -12,7 +12,6 @@ class Wire:
     def __init__(self, path):
         self.path, self.real, self.open, self.hang = path, "/var/run/docker.sock", [], False
         self.cut_at = b"\0never\0"
-        self.swap = b"", b""  # what is replaced, and by what
         self.listen()
 
     def listen(self):
@@ -39,7 +38,7 @@ class Wire:
                 if self.cut_at in data:
                     break
                 if not self.hang:
-                    target.sendall(data.replace(*self.swap))
+                    target.sendall(data)
             target.shutdown(socket.SHUT_WR)
 
     def cut(self):

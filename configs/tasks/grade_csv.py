@@ -135,9 +135,11 @@ def main():
     except Invalid as error:
         print(json.dumps({"error": str(error)}))
         return
-    ids = [key for key, (part, _) in answers.items() if part == split]
-    truth = [answers[key][1] for key in ids]
-    values = [predicted[key] for key in ids]
+    pairs = []
+    for key, (part, value) in answers.items():
+        if part == split:
+            pairs.append((value, predicted[key]))
+    truth, values = zip(*pairs)
     score = metric(truth, values)
     error = standard_error(metric, truth, values)
     print(json.dumps({name: round(score, 6), "stderr": error}))

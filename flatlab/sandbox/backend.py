@@ -62,7 +62,6 @@ DEFAULT_ENV = {
     "LANG": "C.UTF-8",
     "TERM": "dumb",
     "PAGER": "cat",
-    "GIT_PAGER": "cat",
     "EDITOR": "true",
     "USER": "agent",
     "DEBIAN_FRONTEND": "noninteractive",
@@ -72,8 +71,6 @@ DEFAULT_ENV = {
     "PIP_NO_INPUT": "1",
     "PIP_DISABLE_PIP_VERSION_CHECK": "1",
     "OMP_NUM_THREADS": "2",
-    "OPENBLAS_NUM_THREADS": "2",
-    "MKL_NUM_THREADS": "2",
 }
 # The command line of python3 in a sandbox: reads the config and the modules of guest/ from stdin,
 # imports them under their own names and calls main(). An end of file means that the owner is gone.

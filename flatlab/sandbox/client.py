@@ -27,6 +27,7 @@ from flatlab.sandbox.local import LANDLOCK, NAMESPACES
 KEEP_BYTES = 32_768  # bytes kept from the head and from the tail of an output
 ARTEFACT_BYTES = 64 << 20
 COPY_BYTES = 512 << 20
+ANSWER_SECONDS = 60  # until a request is answered, beyond the timeout of a command
 PUT_BYTES = 256 << 20  # a request of more files than that is sent
 
 # --------------------------------------------------------------------------------------- backends
@@ -103,15 +104,14 @@ class Sandbox:
         backend: "docker", "local", or a kind of local: "namespaces", "landlock".
         options: Fields of `Spec`.
 
-    The attribute `premounted` holds the paths of Spec.premounted that are really there. Every
-    method raises SandboxFault if the sandbox is broken or does not answer in time.
+    The attribute `premounted` is Spec.premounted, or {} if the backend cannot do that. Every method
+    raises SandboxFault if the sandbox is broken or does not answer in time.
     """
 
     def __init__(self, backend: str, **options):
         self.backend = get_backend(backend)
-        spec = Spec(**options)
-        self.image = spec.image
-        self.premounted = set(spec.premounted) if self.backend.can_premount else set()
+        self.spec = spec = Spec(**options)
+        self.premounted = spec.premounted if self.backend.can_premount else {}
         self._lock = threading.Lock()
         self._received = bytearray()
         self.broken = ""  # reason why no call can be answered any more
@@ -124,18 +124,15 @@ class Sandbox:
             self.close()
             raise
 
-    def call(self, name: str, blob: bytes = b"", wait: float = 60, **fields) -> tuple[dict, bytes]:
-        """One request to the program inside, and its answer.
-
-        wait: seconds until there is an answer, beyond the timeout of a command.
-        """
+    def call(self, name: str, blob: bytes = b"", **fields) -> tuple[dict, bytes]:
+        """One request to the program inside, and its answer."""
         head = json.dumps({"call": name, **fields}).encode()
         with self._lock:
             if self.broken:
                 raise SandboxFault(self.broken)
-            deadline = time.monotonic() + wait + fields.get("timeout", 0)
+            deadline = time.monotonic() + ANSWER_SECONDS + fields.get("timeout", 0)
             try:
-                self._stream.settimeout(wait)
+                self._stream.settimeout(ANSWER_SECONDS)
                 sizes = struct.pack(">II", len(head), len(blob))
                 self._stream.sendall(sizes + head)
                 self._stream.sendall(blob)

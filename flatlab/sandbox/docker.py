@@ -101,7 +101,7 @@ def start_docker(spec: Spec) -> Connection:
                 stdin_open=True,
                 hostname="sandbox",
                 working_dir="/",
-                labels={"flatlab.owner": owner()},
+                labels={"flatlab.owner": f"{socket.gethostname()}:{os.getpid()}"},
                 host_config=host_config(api, spec),
                 # An empty network namespace, without half a second of CPU time.
                 network_disabled=not spec.network,
@@ -125,24 +125,17 @@ def short_text(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def owner() -> str:
-    """The label of this process's containers."""
-    return f"{socket.gethostname()}:{os.getpid()}"
-
-
 def host_config(api, spec: Spec):
     from docker.types import DeviceRequest, LogConfig
 
-    options = {}
-    if spec.hf_cache:
-        options["binds"] = [f"{os.path.realpath(os.path.expanduser(spec.hf_cache))}:{CACHE}:ro"]
-    if spec.gpu:
-        options["device_requests"] = [DeviceRequest(count=-1, capabilities=[["gpu"]])]
+    cache = os.path.realpath(os.path.expanduser(spec.hf_cache or ""))
+    gpus = DeviceRequest(count=-1, capabilities=[["gpu"]])
     return api.create_host_config(
         auto_remove=True,
         # The daemon would write everything that goes over the connection to its disk.
         log_config=LogConfig(type="none"),
-        **options,
+        binds=[f"{cache}:{CACHE}:ro"] if spec.hf_cache else None,
+        device_requests=[gpus] if spec.gpu else None,
         mem_limit=spec.memory,
         memswap_limit=spec.memory,
         pids_limit=spec.processes,

@@ -71,6 +71,7 @@ def writable_roots(box: Sandbox) -> list[str]:
     """Files and folders that commands can write to; everything below them may have changed."""
     if box.backend.writable is not None:
         return [home(box), *box.backend.writable]
-    if box.image not in roots_of:
-        roots_of[box.image] = box.call("writable", root="/")[0]["roots"]
-    return roots_of[box.image] + ["/dev/shm"]
+    image = box.spec.image
+    if image not in roots_of:
+        roots_of[image] = box.call("writable", root="/")[0]["roots"]
+    return roots_of[image] + ["/dev/shm"]

@@ -148,32 +148,20 @@ def refuse_overlap(task: str, public: Iterable[Path], hidden: Iterable[Path]) ->
             raise UserError(f"Task {task}: {path} is hidden, so it cannot be a public file, too.")
 
 
-def parse_grade(grade: dict, task: Task) -> tuple[float | None, str]:
-    """(score, "") of what a grader printed, or (None, a sentence that is safe to show the agent).
+def parse_grade(grade: dict, task: Task) -> tuple[float | None, str, bool]:
+    """(score, "", True) of what a grader printed; or None, a sentence that is safe to show the
+    agent, and whether it is the grader's own reason, so that the grader works.
 
-    grade: see last_json_object.
-    """
-    if reason := refusal(grade, task):
-        return None, reason
-    value = number(grade.get(task.metric))
-    if value is not None:
-        return value, ""
-    if grade.keys() <= {"error"}:
-        return None, "The grader printed no result."
-    return None, f"The grader's result has no finite number called {task.metric}."
-
-
-def refusal(grade: dict, task: Task) -> str:
-    """The reason why a grader that works gives no score; empty if there is a score or no reason.
-
-    An error that is null, false, 0 or blank is none.
+    grade: see last_json_object. An error that is null, false, 0 or blank is none.
     """
     if error := str(grade.get("error") or "").strip():
-        return error[:MESSAGE_CHARS]
+        return None, error[:MESSAGE_CHARS], True
     value = grade.get(task.metric)
-    if type(value) is float and LARGEST < abs(value) < math.inf:
-        return f"The {task.metric} is no finite number below {LARGEST:g} in size."
-    return ""
+    if number(value) is not None:
+        return number(value), "", True
+    if type(value) is float and math.isfinite(value):
+        return None, f"The {task.metric} is no finite number below {LARGEST:g} in size.", True
+    return None, f"The grader printed no finite number called {task.metric}.", False
 
 
 def last_json_object(text: str) -> dict:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from flatlab.errors import ArtefactError, SandboxFault
 from flatlab.numbers import number
 from flatlab.sandbox.client import ARTEFACT_BYTES, COPY_BYTES, plain_text
-from flatlab.task.definition import Task, last_json_object, parse_grade, refusal
+from flatlab.task.definition import Task, last_json_object, parse_grade
 from flatlab.task.value import improvement
 
 MODEL_BYTES = 2 << 30  # limit of the artefacts of a task that needs a GPU: weights of a model
@@ -130,8 +130,7 @@ def run_grader(task: Task, artefacts: dict, split: str, make_sandbox) -> Score:
     finally:
         sandbox.close()
     printed = last_json_object(stdout.decode("utf-8", "replace"))
-    value, message = parse_grade(printed, task)
-    works = value is not None or refusal(printed, task)
+    value, message, works = parse_grade(printed, task)
     stopped = reply["stopped"]
     if stopped == "idle":
         message = f"The grading waited: it used no CPU for {idle:g} seconds."
@@ -166,11 +165,9 @@ def tail(printed: bytes) -> str:
 def lay_out(task: Task, artefacts: dict[str, bytes], sandbox) -> None:
     """Puts the agent's artefacts and the host's version of all other files into the workspace."""
     files = task.grading_files(artefacts)
-    stale = [path for path in sandbox.premounted if path not in files]  # removed by the agent
+    there = sandbox.premounted
+    stale = [path for path in there if path not in files]  # removed by the agent
     if stale:
         sandbox.remove(stale)
-    missing = {}
-    for path, source in files.items():
-        if path not in sandbox.premounted or source != task.public.get(path):
-            missing[path] = source
+    missing = {path: source for path, source in files.items() if there.get(path) != source}
     sandbox.put(missing, user="root", mode=0o600)

@@ -111,7 +111,7 @@ looked_up: dict[tuple, Software] = {}  # (backend, image) -> software
 
 def software_of(box: Sandbox) -> Software:
     """Python's packages in a sandbox, looked up once per image. Raises SandboxFault."""
-    key = (box.backend, box.image)
+    key = (box.backend, box.spec.image)
     with looking:
         if key not in looked_up:
             result = box.run(["python3", "-I", "-c", LOOK], 60)

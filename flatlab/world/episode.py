@@ -211,7 +211,7 @@ def run_text(env, result: Result, timeout: float) -> tuple[str, str]:
         return output, "ok"
     note = f"[exit code {result.exit_code}]"
     if result.exit_code == KILLED:
-        most = env.limits["memory"] >> 20
+        most = env.sandbox.spec.memory >> 20
         note = f"[exit code 137: killed, perhaps over the memory limit of {most} MB]"
     return f"{output}\n{note}", "error"
 

@@ -15,7 +15,6 @@ from jinja2 import meta
 from flatlab.errors import UserError
 from flatlab.files import content_key, read_mapping
 from flatlab.numbers import count
-from flatlab.sandbox.backend import Spec
 from flatlab.task.definition import Task
 from flatlab.task.machine import software_of
 
@@ -102,7 +101,7 @@ def load_prompts(file: str | None) -> Prompts:
 def episode_facts(env, options) -> dict:
     """Facts for the system message and the first message. Waits for the sandbox."""
     task = env.task
-    files, count = env.files(LISTED_FILES)
+    listing = env.sandbox.call("listing", most=LISTED_FILES)[0]
     facts = {
         "task": task,
         "workspace": env.sandbox.workspace,
@@ -111,9 +110,9 @@ def episode_facts(env, options) -> dict:
         "has_network": env.options.network,
         "files": [
             {"path": visible(path), "size": size, "lines": first_lines(task, path, size)}
-            for path, size in files
+            for path, size in listing["files"]
         ],
-        "more_files": count - len(files),
+        "more_files": listing["count"] - len(listing["files"]),
     }
     if "limits" in load_prompts(options.prompts).uses["first_message"]:
         facts |= machine_facts(env, options)
@@ -124,15 +123,14 @@ def machine_facts(env, options) -> dict:
     """Facts for `limits` about an episode and its sandbox."""
     software = software_of(env.sandbox)
     is_container = env.sandbox.backend.is_container
+    spec = env.sandbox.spec
     return {
         "task": env.task,
         "max_turns": options.max_turns,
         "minutes": options.episode_minutes,
-        "memory_gb": env.limits["memory"] / 2**30,
+        "memory_gb": spec.memory / 2**30,
         "is_container": is_container,
-        "cores": min(software.cores, env.limits.get("cpus", Spec.cpus))
-        if is_container
-        else software.cores,
+        "cores": min(software.cores, spec.cpus) if is_container else software.cores,
         "has_network": env.options.network,
         "python": software.python,
         "packages": [(n, software.packages[n]) for n in PACKAGES if n in software.packages],

@@ -19,13 +19,7 @@ import strategy  # noqa: E402
 GAMES = 8000  # standard error of the score of always-0: 0.24 / sqrt(8000) = 0.003
 ROUNDS = 10
 LOYALTY = 0.8  # probability that the partner copies the row player's first move
-# (own move, partner's move) -> points of the row player
-PAYOFF = {
-    (0, 0): 2,
-    (1, 1): 1,
-    (0, 1): 0,
-    (1, 0): 0,
-}
+PAYOFF = {(0, 0): 2, (1, 1): 1}  # (own move, partner's move) -> points of the row player, else 0
 
 
 def partner_move(history, rng):
@@ -47,7 +41,7 @@ def play(part):
             if move not in (0, 1):
                 strategy.fail(f"row_strategy returned {str(move)[:40]!r}, not 0 or 1")
             pair = (int(move), partner_move(history, rng))
-            points[game] += PAYOFF[pair] / ROUNDS
+            points[game] += PAYOFF.get(pair, 0) / ROUNDS
             history.append(pair)
     return points
 

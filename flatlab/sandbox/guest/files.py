@@ -102,12 +102,11 @@ class Files:
     def written(self, blob, roots):
         """Paths that are new or changed below roots, relative to the workspace.
 
-        Also the names in the folders among them, and which are neither folders nor plain files. A
-        change sets the ctime, which no command can set back. Mounts below a root are left out.
+        Also the names in the folders among them. A change sets the ctime, which no command can set
+        back. Mounts below a root are left out.
         """
         paths = []
         folders = {}
-        special = []
         for root in roots:
             for path, info, names in walk(root):
                 if info.st_ctime < self.begin:
@@ -116,9 +115,7 @@ class Files:
                 paths.append(path)
                 if stat.S_ISDIR(info.st_mode):
                     folders[path] = names
-                elif not stat.S_ISREG(info.st_mode):
-                    special.append(path)
-        return {"paths": paths, "folders": folders, "special": special}, b""
+        return {"paths": paths, "folders": folders}, b""
 
     def prune(self, blob, folders):
         """Removes everything in folders beyond the given names: {folder: names}.

@@ -191,7 +191,7 @@ def write_etc(config, home):
 
 
 def make_landlock_rules(config):
-    """A ruleset for `apply_landlock`: commands read the view, write the home, and have no TCP."""
+    """A ruleset: commands read the view, write the home, and have no TCP."""
     abi = libc("syscall", LANDLOCK_CREATE_RULESET, None, 0, 1)
     if abi < 4:
         raise OSError(errno.EOPNOTSUPP, f"Landlock ABI 4 is needed, this kernel has {abi}")
@@ -216,11 +216,6 @@ def make_landlock_rules(config):
         libc("syscall", LANDLOCK_ADD_RULE, rules, 1, struct.pack("=Qi", rights, at), 0)
         os.close(at)
     return rules
-
-
-def apply_landlock(rules):
-    """Applies Landlock rules to this process and its children for good."""
-    libc("syscall", LANDLOCK_RESTRICT_SELF, rules, 0)
 
 
 # -------------------------------------------------------------------------------------- all kinds

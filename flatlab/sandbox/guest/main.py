@@ -169,7 +169,8 @@ class Runner:
             pids = descendants()
             if not pids:
                 return {}, b""
-            for pid in [-1] if has_own_processes() else pids:
+            # As process 1 of a PID namespace, a signal to -1 reaches this sandbox only.
+            for pid in [-1] if os.getpid() == 1 else pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.001)
@@ -235,7 +236,8 @@ class Runner:
                 os.chdir(folder)
                 break
         if self.landlock_rules is not None:
-            isolate.apply_landlock(self.landlock_rules)
+            restrict = isolate.LANDLOCK_RESTRICT_SELF
+            isolate.libc("syscall", restrict, self.landlock_rules, 0)
         os.execvpe(argv[0], argv, dict(env, PWD=folder))
 
     def run(self, blob, command, timeout, keep, user="agent", cpu=None, idle=0):
@@ -422,11 +424,6 @@ class Runner:
             self.drain(ready)
             if self.requests.fileno() in ready:
                 self.answer(calls)
-
-
-def has_own_processes():
-    """Returns whether a signal to -1 reaches this sandbox only: not with Landlock."""
-    return os.getpid() == 1
 
 
 def descendants():
