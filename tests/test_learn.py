@@ -13,12 +13,11 @@ import pytest
 
 import learn
 import search
-from flatlab.errors import UserError
 from flatlab.files import read_rows
 from flatlab.runs.cli import parse_config
 from flatlab.tree.nodes import open_trees
 from flatlab.tree.prompts import CountingPolicy
-from helpers import TINY_TEXTS, configure
+from helpers import TINY_TEXTS, configure, user_error
 from training import TASK, has_weights, one_reply, weights_of
 
 
@@ -162,7 +161,6 @@ def test_replies_that_were_cut_carry_no_gradient(policy):
 
 
 BAD_INPUT = {
-    "--model x --url http://127.0.0.1:9/v1": "learn.py trains the model in this process",
     "--select bfs": "choose one such as --select puct",
     "--children 1": "--children must be from 2",
     "--parents 0": "--parents must be from 1",
@@ -171,9 +169,10 @@ BAD_INPUT = {
 
 def test_bad_input_is_one_sentence_and_all_nodes_of_a_round_run_at_once():
     for flags, sentence in BAD_INPUT.items():
-        with pytest.raises(UserError) as error:
-            learn.check_config(parse_config(learn.Config, flags.split()))
-        assert sentence in str(error.value)
+        with user_error(sentence):
+            learn.complete(parse_config(learn.Config, flags.split()))
     cfg = parse_config(learn.Config, ["--children", "16"])
-    learn.check_config(cfg)
+    learn.complete(cfg)
     assert cfg.workers == 64
+    with pytest.raises(SystemExit, match="2"):
+        parse_config(learn.Config, ["--url", "x"])

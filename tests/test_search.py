@@ -639,11 +639,10 @@ BAD_INPUT = {
 
 
 def prepared(cfg):
-    """Does what main() does before the engine starts."""
-    search.check_config(cfg)
-    cfg.name = cfg.name or search.default_name("search", cfg)
-    path = policy.choose_model(cfg, cfg.url)
-    return path, search.prepare(cfg, path)
+    """Does what main() does before the engine starts. Returns the model and the run directory."""
+    path = search.complete(cfg)
+    tasks, _ = search.env.open_tasks(cfg.tasks, cfg.sandbox, bool(path and path.is_tiny))
+    return path, open_trees(cfg, tasks, search.SELECT[cfg.select], path)[1]
 
 
 @pytest.mark.parametrize("flags", BAD_INPUT)
@@ -676,7 +675,7 @@ def test_a_grid_is_not_written_over_a_run():
 def test_presets_are_flat_and_so_is_config_yaml(preset):
     flags = [f"{PROJECT}/configs/{preset}.yaml", "--model", "tiny", "--backend", "local"]
     cfg = parse_config(search.Config, flags)
-    _, (_, where, _) = prepared(cfg)
+    _, where = prepared(cfg)
     assert where == Path(f"logs/search-{cfg.select}-titanic-tail-tiny-0")
     saved = read_mapping(where / "config.yaml")
     assert saved["nodes"] == cfg.nodes

@@ -144,10 +144,7 @@ class Tree:
                 ) from None
             self.add(node)
             self.finished.append(node)
-        # of earlier processes; a search that had finished goes on with a larger budget
-        self.seconds_before = max((node.elapsed for node in self.finished), default=0.0)
-        if result.get("status") == "finished":
-            self.seconds_before = result["seconds"]  # also those without a node, at the end
+        self.seconds_before = result.get("seconds", 0.0)  # of earlier processes
         self.closed = run.finished  # complete, and its best node is scored on the test part
         self.chosen = self.nodes.get(result["tested_id"]) if self.closed else None
 
@@ -163,7 +160,7 @@ class Tree:
     @property
     def kept(self) -> list[Node]:
         """The scored nodes whose files are kept."""
-        return [node for node in self.finished if node.valid and node.kept]
+        return [node for node in self.scored if node.kept]
 
     @property
     def started(self) -> int:
@@ -209,11 +206,11 @@ class Tree:
         """Ends a node: copies what came of its episode into it, and writes both to the disk."""
         node.status = status_of(episode)
         score = episode.score
-        if score and score.valid:
+        node.valid = bool(score and score.valid)
+        if node.valid:
             node.score = score.value
             node.stderr = score.stderr
             node.improvement = improvement(score.value, self.task)
-            node.valid = True
         else:
             node.error = error_of(episode)
             node.grader_output = score.grader_output if score else ""
@@ -279,6 +276,7 @@ class Tree:
         return self.seconds_before + now
 
     def spent(self) -> str:
+        """See spent() below."""
         return spent(self.cfg, self.executed(), self.tokens(), self.elapsed())
 
 
@@ -328,8 +326,7 @@ def results(t: Tree) -> dict:
     value: of the best node, on the test part once that was scored. The keys of summary() are over
     all nodes but the faults.
     """
-    best = t.best()
-    has_best = best is not t.root
+    best = t.best() if t.scored else Node("")
     graded = [node for node in t.finished if node.status != "fault"]
     facts = {
         "kind": "search",
@@ -345,36 +342,36 @@ def results(t: Tree) -> dict:
         "tokens": t.tokens(),
         "seconds": t.elapsed(),
         "stopped_by": t.spent(),
-        "best_id": best.id if has_best else None,
-        "best_score": best.score if has_best else None,
-        "best_stderr": best.stderr if has_best else None,
+        "best_id": best.id or None,
+        "best_score": best.score,
+        "best_stderr": best.stderr,
         "split": t.task.splits[0],
         "selected_on_test": t.task.selected_on_test,
         **summary([node.improvement for node in graded], t.task),
         **hidden_results(t),
     }
     shown = facts["test_improvement"] if facts["tested_id"] else best.improvement
-    return {"value": value_of(shown if has_best else None)} | facts
+    return {"value": value_of(shown)} | facts
 
 
 def hidden_results(t: Tree) -> dict:
     """Facts about the chosen node on the parts that the search does not see: None before the end
     and without a valid node. A score is also None if that part refuses the node.
     """
-    node = t.chosen if t.chosen is not t.root else None
-    parts = t.hidden_scores.get(node.id, {}) if node else {}
+    node = t.chosen or t.root
+    parts = t.hidden_scores.get(node.id, {})
     test = parts.get(t.task.splits[-1], {})
-    if node and len(t.task.splits) == 1:
+    has_test = len(t.task.splits) > 1
+    if not has_test and node is not t.root:
         test = {"score": node.score, "stderr": node.stderr}
     score = test.get("score")
-    is_hidden = score is not None and len(t.task.splits) > 1
     return {
         "tested_id": node.id if test else None,
         "selection_score": parts.get("selection", {}).get("score"),
         "test_score": score,
         "test_stderr": test.get("stderr"),
         "test_improvement": None if score is None else improvement(score, t.task),
-        "test_minus_validation": score - node.score if is_hidden else None,
+        "test_minus_validation": score - node.score if has_test and score is not None else None,
         "test_reads": t.test_reads(),
     }
 
