@@ -271,9 +271,10 @@ async def list_ideas(t: Tree, node: Node, seed: str) -> list:
         call_seed = seed_from(t.seed, seed, "ideas", call)
         reply = await prompts.reply_to(t, node, talk, call_seed)
         talk.append({"role": "assistant", "content": reply})
-        for idea, stated in prompts.parse(reply):
+        found, damaged = prompts.parse(reply)
+        for idea, stated in found:
             ideas.setdefault(prompts.same(idea), (idea, stated))
-        unread += prompts.count_unread(reply)
+        unread += damaged
         missing = k - sum((stated or 0) <= limit for _, stated in ideas.values())
         if missing <= 0:
             break
@@ -472,7 +473,7 @@ async def hidden_value(t: Tree, node: Node, split: str) -> float:
         async with env.Env(t.task, t.cfg.sandbox, node.seed) as world:
             await in_thread(world.restore, t.files_of(node), False)
             score = await in_thread(world.score, split)
-        error = "\n".join(filter(None, [score.message, score.grader_output]))
+        error = score.grader_output or score.message
         parts[split] = {"score": score.value, "stderr": score.stderr, "error": error}
         t.run.result(hidden_scores=t.hidden_scores)
     found = parts[split]["score"]

@@ -418,7 +418,6 @@ def node(id, score, op="draft", **more):
         code={"solve.py": f"import csv\nprint('{id}')\n"},
         tokens=50,
         seconds=1.0,
-        elapsed=2.0,
         decision={"rule": "ucb", "reason": "highest bound", "scores": {"0": 1.0}},
     )
     return {name: getattr(made, name) for name in COLUMNS} | more

@@ -182,7 +182,7 @@ def test_it_lists_strategies_when_a_search_asks(tiny_policy, mode, name):
     question = prompts.ask(texts, about, None, [], mode=mode, k=5, tau=0.1)
     tokens = tiny_policy.render([{"role": "user", "content": question}])
     replies = for_each_seed(lambda seed: tiny_policy.sample(tokens, 160, seed))
-    usable = sum(len(prompts.parse(reply.text)) >= 3 for reply in replies)
+    usable = sum(len(prompts.parse(reply.text)[0]) >= 3 for reply in replies)
     assert usable >= LOWEST_VALID_SHARE * EPISODES, f"{usable} lists are usable. {ADVICE}"
 
 

@@ -39,6 +39,7 @@ import sys
 import time
 from collections.abc import Collection
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
@@ -300,18 +301,15 @@ def continued_by(run: Run, before: dict, now: dict) -> list[str]:
     return [*codes, now["code"]]
 
 
+@dataclass
 class Run:
-    """One run directory, open for writing; made by open_run().
+    """One run directory, open for writing; made by open_run()."""
 
-    Each function in `trackers` gets every row, see trackers.py.
-    """
-
-    def __init__(self, directory: Path, config: dict, lock):
-        self.dir = directory
-        self.config = config
-        self.lock = lock
-        self.finished = False  # before this start: nothing is left to do
-        self.trackers = []
+    dir: Path
+    config: dict
+    lock: object  # open file
+    finished: bool = False  # before this start: nothing is left to do
+    trackers: list = field(default_factory=list)  # functions that get every row, see trackers.py
 
     def log(self, row: dict, file="metrics.jsonl"):
         """Appends one row, which is on the disk when this returns."""

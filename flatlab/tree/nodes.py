@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 
 from flatlab.errors import UserError
@@ -67,7 +68,6 @@ class Node:
     grader_output: str = ""  # see Score; no prompt may hold it
     code: dict = field(default_factory=dict)  # file name -> text
     seconds: float = 0.0
-    elapsed: float = 0.0  # seconds of the whole search when this node ended
     tokens: int = 0  # sampled
     seed: int = 0
     kept: bool = False  # its files are in nodes/<order>.tar
@@ -169,24 +169,18 @@ class Tree:
 
     def start(self, choice: Choice, op: str, mark: str) -> Node:
         """Adds the node that was chosen; from now on the rules see it as running."""
+        place = 0
         # A search that was killed may have lost the nodes between others.
-        ids = (f"{choice.parent}.{number}" for number in itertools.count())
-        id = next(id for id in ids if id not in self.nodes)
+        while (id := f"{choice.parent}.{place}") in self.nodes:
+            place += 1
         decision = {
             "phase": choice.phase,
             "scores": dict(Counter(choice.scores).most_common(SCORES)),
             "reason": choice.reason,
         }
-        node = Node(
-            id,
-            choice.parent,
-            choice.second_parent,
-            order=self.started,
-            op=op,
-            mark=mark,
-            seed=seed_from(self.seed, id),
-            decision=decision | choice.notes,
-        )
+        parents = choice.parent, choice.second_parent
+        node = Node(id, *parents, self.started, op, mark, decision=decision | choice.notes)
+        node.seed = seed_from(self.seed, id)
         self.add(node)
         return node
 
@@ -216,7 +210,6 @@ class Tree:
             node.grader_output = score.grader_output if score else ""
         tokens = b"" if self.cfg.url else episode.packed  # those of an endpoint are not the model's
         self.run.save_episodes(node.order, [episode.to_dict() | {"node": node.id}], tokens)
-        node.elapsed = self.elapsed()
         row = {name: getattr(node, name) for name in COLUMNS}
         self.run.log(row, "journal.jsonl")  # from here on it counts
         self.finished.append(node)
@@ -395,15 +388,8 @@ def open_trees(cfg, tasks: list, rule, path) -> tuple[list[Tree], Path]:
         cell = {"task": task.name, "sampling_mode": mode, "seed": seed}
         directory = where / f"{task.name}-{mode}-{seed}" if is_grid else where
         digests = [prompts, task.digest()]
-        run = begin_run(
-            cfg,
-            digests,
-            path,
-            lambda run: is_finished(run, cfg),
-            directory,
-            name=directory.name,
-            **cell,
-        )
+        has_ended = partial(is_finished, cfg=cfg)
+        run = begin_run(cfg, digests, path, has_ended, directory, name=directory.name, **cell)
         t = Tree(task, mode, seed, cfg, run, rule)
         if not t.closed:
             (run.dir / "nodes").mkdir(exist_ok=True)

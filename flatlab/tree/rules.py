@@ -103,13 +103,8 @@ def failed_leaf(t: Tree, rng, probability: float) -> Choice | None:
     return None
 
 
-def values_and_bonuses(
-    t: Tree,
-    drafts: int,
-    c: float,
-    trend_weight: float = 0.0,
-) -> dict[str, tuple[float, float]]:
-    """Two numbers for each candidate: the best Q among the children, and the bonus
+def values_and_bonuses(t: Tree, drafts: int, c: float, trend_weight: float = 0.0) -> dict:
+    """Two numbers for the id of each candidate: the best Q among the children, and the bonus
     c sqrt(ln N / (n + 1)) + trend_weight max(trend, 0); the + 1 is the visit of the node itself.
     """
     q = quality(t)
@@ -150,15 +145,15 @@ def draw(rng, weights: dict[str, float]) -> str:
     return rng.choices(list(weights), list(weights.values()))[0]
 
 
-def explore_or_exploit(parts: dict, pick: Callable = arg_max) -> Choice | None:
-    """The candidate that `pick` takes by value + bonus. parts: what values_and_bonuses returns.
+def explore_or_exploit(parts: dict) -> Choice | None:
+    """The candidate with the highest value + bonus. parts: what values_and_bonuses returns.
 
     The phase is "explore" if the bonus is larger than the value, else "exploit".
     """
     if not parts:
         return None
     scores = {id: value + bonus for id, (value, bonus) in parts.items()}
-    id = pick(scores)
+    id = arg_max(scores)
     value, bonus = parts[id]
     phase = "explore" if bonus > value else "exploit"
     return Choice(id, phase, f"bonus {bonus:.3g} against value {value:.3g}", scores)
@@ -190,8 +185,7 @@ def open_ended(t, rng, drafts=3, c=1.41, trend_weight=0.5, commitment=2):
             reason = f"committed to this path for {left} more"
             return Choice(last.id, "explore", reason, notes={"commit": left - 1})
     choice = explore_or_exploit(values_and_bonuses(t, drafts, c, trend_weight))
-    # At most one commitment at a time, one that is still running included.
-    still_running = left and not last.status
+    still_running = left and not last.status  # at most one commitment at a time
     if choice and not still_running and trends(t)[choice.parent] > 0:
         choice.notes = {"commit": commitment}
     return choice
