@@ -24,11 +24,12 @@ class Sample:
     text: str  # for people and for the action extractor; never tokenised again
     stop_reason: str  # "stop" (the model ended its turn) or "length" (cut at max_tokens)
     version: int  # Policy.version when the request was sent
+    counted: int | None = None  # tokens, as an endpoint counts them
 
     @property
     def reply_tokens(self) -> int:
         """Number of tokens, for counts and budgets."""
-        return len(self.tokens)
+        return len(self.tokens) if self.counted is None else self.counted
 
 
 class ChatTokens:
