@@ -140,8 +140,8 @@ def row_of(t: Tree, nodes: list[Node], groups: list[batch.Group]) -> dict:
         if node.valid
     ]
     lineages = [node.id.split(".")[1] for node in nodes]
-    codes = [str(node.code) for node in t.finished if node.code]
-    new = sum(bool(node.code) for node in nodes)
+    codes = [str(node.code) for node in nodes if node.code]
+    new = set(codes) - {str(node.code) for node in t.finished[: -len(nodes)]}
     turns = [turn for group in groups for episode in group.episodes for turn in episode.turns]
     return {
         "step": t.policy.version,
@@ -157,7 +157,7 @@ def row_of(t: Tree, nodes: list[Node], groups: list[batch.Group]) -> dict:
         "live_lineages": len(set(lineages)),
         "depth": max(node.depth for node in t.finished),
         # share of this round's programs that repeat an earlier one, of this round or before
-        "duplicate_share": (new - len(set(codes) - set(codes[:-new]))) / new if new else 0.0,
+        "duplicate_share": (len(codes) - len(new)) / max(1, len(codes)),
         "cut_share": fmean(turn["stop_reason"] == "length" for turn in turns) if turns else 0.0,
     }
 

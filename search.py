@@ -375,10 +375,8 @@ def decide(t: Tree) -> Choice | None:
     if t.spent():
         return None
     rng = random.Random(seed_from(t.seed, "select", t.started))
-    if t.rule.debugs:
-        leaf = rules.failed_leaf(t, rng, DEBUG_PROB)
-        if leaf:
-            return leaf
+    if t.rule.debugs and (leaf := rules.failed_leaf(t, rng, DEBUG_PROB)):
+        return leaf
     name = f"--select {t.cfg.select}"
     with user_code(name):
         choice = t.rule.function(t, rng, **t.constants)

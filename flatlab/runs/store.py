@@ -329,10 +329,8 @@ class Run:
 
     def truncate_rows(self, step: int):
         """Removes the rows after the checkpoint's `step`."""
-        rows = self.rows()
-        kept = [row for row in rows if row.get("step", -1) <= step]
-        if kept != rows:
-            write_whole(self.dir / "metrics.jsonl", "".join(map(json_line, kept)))
+        kept = [json_line(row) for row in self.rows() if row["step"] <= step]
+        write_whole(self.dir / "metrics.jsonl", "".join(kept))
 
     def truncate_after(self, step: int):
         """On resume: removes the steps after the checkpoint's `step` (-1: all of them), with their
