@@ -6,9 +6,8 @@ import time
 
 import pytest
 
-from flatlab.files import read_rows
 from flatlab.model import endpoint
-from helpers import LOCAL, PROJECT, chat_server, completion, dead_proxy, python, served, user_error
+from helpers import chat_server, completion, dead_proxy, served, user_error
 from policy import TINY
 
 
@@ -251,17 +250,6 @@ def test_a_proxy_is_not_asked_for_this_machine(server, monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
     endpoint.go_around_proxies()
     assert os.environ["no_proxy"] == "*"
-
-
-@pytest.mark.slow
-def test_a_search_asks_an_endpoint(server, tmp_path):
-    url, _, seen = server
-    flags = f"--url {url} --model m --task titanic --nodes 2 --max-turns 1 --name served"
-    done = python(PROJECT / "search.py", *flags.split(), "--backend", LOCAL, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
-    files = tmp_path.glob("logs/served/episodes/*.jsonl")
-    assert [read_rows(file)[0]["turns"][0]["reply"] for file in files] == ["hello"] * 2
-    assert {body["model"] for body in seen} == {"m"}
 
 
 HI = [{"role": "user", "content": "hi"}]

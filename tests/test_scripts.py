@@ -16,10 +16,10 @@ import helpers
 import sft
 from examples import ppo
 from flatlab.files import read_rows
-from flatlab.model.chat import ChatTokens, Sample
+from flatlab.model.chat import ChatTokens
 from flatlab.options import EpisodeOptions
 from flatlab.runs import store
-from flatlab.train.batch import Group, sequences_of
+from flatlab.train.batch import Group
 from flatlab.train.job import Job
 from flatlab.world.episode import Episode, History, Segment
 from helpers import (
@@ -116,8 +116,7 @@ def test_nothing_to_imitate_is_one_sentence(policy, stored, imitate, monkeypatch
         imitate("b", transcript(0.78, turn("a")))
 
 
-def test_tokens_and_masks_are_those_of_rl(policy):
-    """The same turns, once as the episode loop records them and once from the transcript."""
+def test_only_replies_that_were_complete_and_run_are_imitated(policy):
     turns = [
         turn("first", "one"),
         turn("cut off", "two", stop_reason="length"),
@@ -126,17 +125,10 @@ def test_tokens_and_masks_are_those_of_rl(policy):
         turn("too slow", status="timeout"),
         turn("last", "four"),
     ]
-    history = History(policy, SFT.episode, "Do it.")
-    played = Episode("titanic", 0)
-    for t in turns:
-        tokens = policy.encode(t["reply"])
-        if t["stop_reason"] == "stop":
-            tokens.append(policy.tokenizer.eos_token_id)
-        sample = Sample(tokens, [0.0] * len(tokens), t["reply"], t["stop_reason"], 0)
-        played.add(history.tokens(), sample, t)
-        history.add(sample, t["observation"])
-    [expected] = sequences_of(played, [1.0, 0.0, 1.0, 0.0, 0.0, 1.0])
-    assert sft.sequences_from(transcript(0.78, *turns), policy, SFT) == [expected]
+    [piece] = sft.sequences_from(transcript(0.78, *turns), policy, SFT)
+    sizes = [len(policy.encode(t["reply"])) + (t["stop_reason"] == "stop") for t in turns]
+    wanted = zip([1.0, 0.0, 1.0, 0.0, 0.0, 1.0], sizes)
+    assert piece.advantage == sum(([number] * size for number, size in wanted), [])
 
 
 def test_both_end_tokens_end_a_reply(tmp_path):

@@ -655,13 +655,6 @@ def test_bad_input_is_one_sentence_before_a_model_is_loaded(flags):
     assert "\n" not in str(error.value)
 
 
-def test_bad_input_ends_with_exit_code_2():
-    process = script("--tau", "7")
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert err.splitlines()[-1] == "--tau must be from 0 to 1, not 7.0."  # no traceback
-
-
 def test_a_grid_is_not_written_over_a_run():
     single = Path("logs/x")
     single.mkdir(parents=True)
