@@ -67,7 +67,6 @@ def test_a_round_is_picked_played_learned_and_written(policy):
     assert rows[0]["base_diff"] == 0
     assert rows[1]["base_diff"] > 0
     for row in rows:
-        assert row["best_score"] <= t.best().score
         assert row["valid_share"] == 1
         assert row["grad_norm"] > 0
     episodes = [read_rows(file)[0] for file in t.run.dir.glob("episodes/*.jsonl")]
@@ -102,8 +101,6 @@ def test_a_run_that_was_cut_in_a_round_goes_on_with_the_adapter_of_its_last_whol
     assert loaded[:6] == [True] * 6  # those of the round that came after the cut one
     assert [row["step"] for row in t.run.rows()] == [0, 1, 2]
     assert len(t.finished) == 18
-    cut_nodes = [node for node in t.finished if node.order in (6, 7, 8)]
-    assert {node.decision["round"] for node in cut_nodes} == {1}
 
 
 def test_trees_of_a_grid_begin_with_the_same_adapter(policy):
