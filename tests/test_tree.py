@@ -10,6 +10,7 @@ import tarfile
 import time
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,7 @@ import search
 from examples import rules as examples
 from flatlab.task.value import improvement
 from flatlab.tree import prompts, rules
-from flatlab.tree.nodes import Choice, Tree, code_in
+from flatlab.tree.nodes import Choice, Node, Tree, code_in
 from helpers import search_config
 from tasks import load_task
 
@@ -92,7 +93,8 @@ def test_q_is_normalised_over_the_root_and_all_scored_nodes():
     t = make("ucb")
     assert rules.quality(t)(t.root) == 0.5
     worse, better = put(t, "0", -0.5), put(t, "0", 1.5)
-    assert list(map(rules.quality(t), (worse, t.root, better))) == [0, 0.25, 1]
+    q = rules.quality(t)
+    assert [q(node) for node in (worse, t.root, better)] == [0, 0.25, 1]
 
 
 def test_ucb_by_hand():
