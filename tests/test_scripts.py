@@ -79,7 +79,6 @@ def test_the_best_different_valid_episodes_that_beat_the_baseline(stored):
     )
     assert chosen_replies(where, 1.0) == ["a", "c", "d", "b"]
     assert chosen_replies(where, 0.5) == ["a", "c"]
-    assert chosen_replies(where, 0.01) == ["a"]
     node = transcript(0.79, turn("a node of a search"), node="0.1")
     stored(node, file="a/tail-0/episodes/000001.jsonl")
     assert chosen_replies(where, 0.01) == ["a node of a search"]
@@ -146,10 +145,9 @@ def test_a_small_limit_of_observations_holds(policy):
 
 def test_an_episode_that_does_not_fit_is_cut(policy):
     turns = [turn(c * 700, "o" * 50) for c in "abcd"]
-    pieces = sft.sequences_from(transcript(0.78, *turns), policy, SFT)
-    assert pieces
-    assert all(len(p.tokens) <= policy.context for p in pieces)
-    assert sum(len(p.old) for p in pieces) < 4 * 701
+    [piece] = sft.sequences_from(transcript(0.78, *turns), policy, SFT)
+    assert len(piece.tokens) <= policy.context
+    assert len(piece.old) == 2 * 701
 
 
 def test_imitation_raises_the_probability_of_the_replies_and_resumes(
@@ -218,12 +216,9 @@ def test_a_search_becomes_a_policy_and_that_searches(tmp_path, tiny_model):
     assert len(losses) == 12 and losses[-1] < losses[0]
     assert "was finished before: nothing was run" in done(tmp_path, "sft.py", imitation)
     done(tmp_path, "search.py", f"{search} again --nodes 1 --model logs/learned/best")
-    before, after = (
-        segments_of(run.parent / "tree", "000000"),
-        segments_of(run.parent / "again", "000000"),
-    )
-    assert before[0][0]["tokens"][:50] == after[0][0]["tokens"][:50]
-    assert before[0][0]["logprobs"] != after[0][0]["logprobs"]  # same prompt, another policy
+    [[before]], [[after]] = (segments_of(run.parent / name, "000000") for name in ("tree", "again"))
+    assert before["tokens"][:50] == after["tokens"][:50]
+    assert before["logprobs"] != after["logprobs"]  # same prompt, another policy
 
 
 # ------------------------------------------------------------------ evaluate.py
@@ -359,11 +354,10 @@ def test_kill_9_in_an_evaluation_and_the_same_command_again(tmp_path, tiny_model
 # ------------------------------------------------------------------ examples/ppo.py
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.5, 1.0])
-def test_gae_is_its_definition(monkeypatch, decay):
-    monkeypatch.setattr(ppo, "LAMBDA", decay)
-    deltas = [0.3, -0.1, 0.6]  # of the values 0.2, 0.5, 0.4 and the reward 1
-    expected = [sum(decay**k * d for k, d in enumerate(deltas[t:])) for t in range(3)]
+def test_gae_is_its_definition(monkeypatch):
+    monkeypatch.setattr(ppo, "LAMBDA", 0.5)
+    # deltas 0.3, -0.1, 0.6
+    expected = [0.3 - 0.05 + 0.15, -0.1 + 0.3, 0.6]
     assert ppo.gae(1.0, [0.2, 0.5, 0.4]) == pytest.approx(expected)
     assert ppo.gae(1.0, []) == []
 
