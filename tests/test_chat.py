@@ -105,13 +105,12 @@ def trained_on(texts, of_words):
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     options = {"vocab_size": 600, "show_progress": False}
+    tokenizer = Tokenizer(models.BPE())
     if of_words:
-        tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
         tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
         options["initial_alphabet"] = list(f"▁\x02{string.printable}")
     else:
-        tokenizer = Tokenizer(models.BPE())
         lines = pre_tokenizers.Split(Regex(r"\s*\n+"), "isolated")
         letters = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([lines, letters])

@@ -72,11 +72,8 @@ class ChatTokens:
         if len(parts) != 4:
             raise UserError(f"The chat template of {model} does not show each message once.")
 
-        def first_token(text):
-            return next(iter(self._encode_frame(text)), None)
-
-        last = first_token(last)  # after the last reply
-        after = first_token(parts[2])  # after a reply that is followed by a message
+        # First tokens after the last reply, and after a reply that is followed by a message
+        last, after = [next(iter(self._encode_frame(text)), None) for text in (last, parts[2])]
         self.end_of_turn = self.tokenizer.eos_token_id
         self._closing = None
         if last in self._control or after in self.stop_tokens:

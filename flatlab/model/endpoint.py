@@ -26,6 +26,7 @@ TEXTS = ("text", "input_text", "output_text")  # kinds of parts of a message
 THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 LOCAL = "127.0.0.1,localhost"
 PIECE = 3  # characters; see Endpoint
+RETRIES = 10  # of a request, with growing pauses or after the time in Retry-After
 
 
 def text_of(content) -> str:
@@ -93,8 +94,6 @@ class Endpoint:
     Args:
         url: address of the endpoint, with its /v1.
         context: tokens of prompt and reply together.
-        retries: number of times a request is repeated, with growing pauses or after the time that
-            the endpoint asks for (Retry-After).
         key: the one of the endpoint; if empty, that in $OPENAI_API_KEY.
     """
 
@@ -106,7 +105,6 @@ class Endpoint:
         model: str,
         context: int = 16384,
         temperature: float = 1.0,
-        retries: int = 10,
         key: str = "",
     ):
         import openai
@@ -119,7 +117,7 @@ class Endpoint:
         self.client = openai.AsyncOpenAI(
             base_url=url,
             api_key=key or os.environ.get("OPENAI_API_KEY") or "none",  # local servers take any
-            max_retries=retries,
+            max_retries=RETRIES,
             http_client=openai.DefaultAsyncHttpxClient(event_hooks={"response": [correct_status]}),
         )
         # Some endpoints take no seed, and some have another name for the limit (max_tokens).
