@@ -268,9 +268,8 @@ def open_run(
     # First, because a directory without it is not a run directory.
     text = yaml.safe_dump(new, sort_keys=False, allow_unicode=True)
     write_whole(path / "config.yaml", text)
-    for log in (path / "metrics.jsonl", path / "journal.jsonl"):
-        if log.exists():  # a crash may have cut its last line
-            os.truncate(log, log.read_bytes().rfind(b"\n") + 1)
+    for log in path.glob("*.jsonl"):  # a crash may have cut its last line
+        os.truncate(log, log.read_bytes().rfind(b"\n") + 1)
     (path / "episodes").mkdir(exist_ok=True)
     (path / "checkpoints").mkdir(exist_ok=True)
     command = shlex.join([Path(sys.executable).name, *sys.argv])
