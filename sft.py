@@ -90,7 +90,7 @@ def best_episodes(cfg: Config, tasks: list) -> list[dict]:
         # the names of evaluations begin with a letter
         for file in sorted(Path(run).rglob("episodes/[0-9]*.jsonl")):
             for episode in read_rows(file):
-                score, task = episode.get("score"), by_name.get(episode.get("task"))
+                score, task = episode["score"], by_name.get(episode["task"])
                 if not task or not score or not score["valid"]:
                     continue
                 value = improvement(score["value"], task)

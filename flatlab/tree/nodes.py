@@ -136,11 +136,11 @@ class Tree:
         self.began: float | None = None  # clock of this process
         for row in run.rows("journal.jsonl"):
             try:
-                node = Node(**{name: row[name] for name in COLUMNS})
-            except KeyError as error:
+                node = Node(**row)
+            except TypeError:
                 raise UserError(
-                    f"{run.dir / 'journal.jsonl'} was written by another version of search.py (no "
-                    f"{error}): choose another --name."
+                    f"{run.dir / 'journal.jsonl'} was written by another version of search.py: "
+                    "choose another --name."
                 ) from None
             self.add(node)
             self.finished.append(node)

@@ -95,8 +95,8 @@ def failed_leaf(t: Tree, rng, probability: float) -> Choice | None:
     """With this probability a failed leaf, drawn at random, for debugging. Its files are kept, and
     it ends at most DEBUG_DEPTH failures in a row.
     """
-    leaves = [n for n in t.finished if n.kept and not n.valid and not n.children]
-    leaves = [node for node in leaves if not t.given_up(node)]
+    failed = [n for n in t.finished if n.kept and not n.valid]
+    leaves = [n for n in failed if not (n.children or t.given_up(n))]
     if leaves and rng.random() < probability:
         reason = f"one of {len(leaves)} failed leaves, drawn for debugging"
         return Choice(rng.choice(leaves).id, reason=reason)
