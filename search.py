@@ -339,8 +339,7 @@ async def run_node(t: Tree, node: Node, slots: asyncio.Semaphore) -> Episode:
     A broken sandbox is replaced once; after that the node is a fault, which is not a score.
     """
     start = time.monotonic()
-    if t.began is None:
-        t.began = start
+    t.began = t.began or start
     await propose(t, node)
     parent = t.nearest_kept(node.parent)
     parents = [] if parent is t.root else [parent]

@@ -326,8 +326,6 @@ def finalists(t: Tree) -> list[Node]:
     The best ones by validation first, and of equal ones those with fewer tokens, then the earlier.
     """
     best = t.best()
-    if best is t.root:
-        return []
     error = best.stderr or 0.0
     near = [node for node in t.kept if abs(best.score - node.score) <= error]
     near.sort(key=lambda node: (-node.improvement, node.tokens, node.order))
