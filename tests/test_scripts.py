@@ -3,7 +3,6 @@
 import json
 import shutil
 import signal
-import time
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,9 +28,10 @@ from helpers import (
     chat_server,
     completion,
     configure,
+    done,
     run_here,
+    run_until,
     segments_of,
-    start,
     turn,
     user_error,
 )
@@ -181,24 +181,6 @@ def test_imitation_raises_the_probability_of_the_replies_and_resumes(
         assert [row[key] for row in halves] == [row[key] for row in whole]
     policy.load_adapter(tmp_path / "halves/best")
     assert has_weights(policy, weights)
-
-
-def run_until(folder, is_far, script, flags, number):
-    """Runs a script, and sends it a signal once is_far()."""
-    process = start(folder, *flags.split(), script=script)
-    while not is_far():
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.02)
-    process.send_signal(number)
-    process.communicate(timeout=60)
-
-
-def done(folder, script, flags):
-    """The output of a script that succeeds."""
-    process = start(folder, *flags.split(), script=script)
-    out, err = process.communicate(timeout=600)
-    assert process.returncode == 0, err
-    return out
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import itertools
-import os
 import random
 import re
 import shutil
@@ -31,10 +30,11 @@ from helpers import (
     PROJECT,
     FakePolicy,
     block,
+    done,
+    run_until,
     search_config,
     segments_of,
     slow,
-    start,
     turn,
     user_error,
 )
@@ -609,10 +609,6 @@ def test_a_node_whose_files_are_too_large_keeps_its_score_but_nothing_builds_on_
 # ------------------------------------------------------------------ the script
 
 
-def script(*flags, name="search.py"):
-    return start(".", *flags, script=name, OMP_NUM_THREADS="1")
-
-
 BAD_INPUT = {
     "--task titanik": "Unknown task 'titanik'; did you mean titanic",
     "--seed 0 -1": "--seed must be from 0 to 4294967295, not -1",
@@ -679,46 +675,40 @@ def test_what_was_left_open_means_what_the_run_has_used(no_daemon, names):
         prepared(search_config(name="a", model="tiny"))
 
 
-def until(process, text):
-    """Waits until the process prints a line with this text."""
-    return next(line for line in process.stdout if text in line)
+def journals():
+    """The rows of each journal of the run x."""
+    return {path: read_rows(path) for path in Path("logs/x").rglob("journal.jsonl")}
 
 
-GRID = "--sampling-mode none tail --nodes 4 --max-turns 4 --workers 2"
-ROUNDS = "--sampling-mode none --nodes 12 --max-turns 3 --parents 2 --children 2"
+def nodes_are(count):
+    return lambda: sum(map(len, journals().values())) >= count
+
+
+COMMAND = "--task titanic --backend local --model tiny --name x --max-turns 3"
+GRID = "--sampling-mode none tail --nodes 4 --workers 2"
+ROUNDS = "--sampling-mode none --nodes 12 --parents 2 --children 2"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name, flags, moment", [("search.py", GRID, "2/4"), ("learn.py", ROUNDS, " 6/12 ")]
+    "name, flags, moment, rows", [("search.py", GRID, 3, [4, 4]), ("learn.py", ROUNDS, 6, [12])]
 )
-def test_the_stand_in_grows_a_tree_survives_kill_9_and_goes_on(name, flags, moment):
+def test_the_stand_in_grows_a_tree_survives_kill_9_and_goes_on(name, flags, moment, rows):
     """Real engine, sandboxes, graders: killed in the middle, resumed, called when finished."""
-    command = f"--task titanic --backend local --model tiny --name x {flags}".split()
-    process = script(*command, name=name)
-    until(process, moment)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    before = {path: path.read_bytes() for path in Path("logs/x").rglob("journal.jsonl")}
-    process = script(*command, name=name)
-    out, err = process.communicate(timeout=500)
-    assert process.returncode == 0, err
-    assert "\nresumed " in out
-    for path, text in before.items():
-        assert path.read_bytes().startswith(text[: text.rfind(b"\n") + 1])
-    rows = [len(read_rows(path)) for path in Path("logs/x").rglob("journal.jsonl")]
-    assert rows == ([4, 4] if flags == GRID else [12])
-    out, _ = script(*command, name=name).communicate(timeout=60)
-    assert "was finished before: nothing was run" in out
+    command = f"{COMMAND} {flags}"
+    run_until(".", nodes_are(moment), name, command, signal.SIGKILL)
+    before = journals()
+    assert "\nresumed " in done(".", name, command)
+    after = journals()
+    assert all(after[path][: len(lines)] == lines for path, lines in before.items())
+    assert list(map(len, after.values())) == rows
+    assert "was finished before: nothing was run" in done(".", name, command)
 
 
 @pytest.mark.slow
 def test_ctrl_c_says_how_to_go_on():
-    process = script(*"--backend local --model tiny --nodes 12 --max-turns 4 --name x".split())
-    until(process, "1/12")
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    code, err = run_until(".", nodes_are(1), "search.py", COMMAND, signal.SIGINT)
+    assert code == 130
     assert "the same command continues" in err
     assert "Traceback" not in err
     assert read_mapping(Path("logs/x/result.json"))["status"] == "interrupted"
