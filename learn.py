@@ -193,11 +193,11 @@ def complete(cfg: Config):
     return path
 
 
-def run(trees: list[Tree], cfg: Config, path) -> None:
+def grow_all(trees: list[Tree], cfg: Config, path) -> None:
     """Loads the model and grows the trees."""
     policy = Policy(path, cfg.model, cfg.seed[0], max(8, cfg.workers), cfg.gpu_memory)
     asyncio.run(learn(trees, policy, cfg))
 
 
 if __name__ == "__main__":
-    cli.one_sentence(lambda: search.main(Config, complete, run))
+    cli.one_sentence(lambda: search.main(Config, complete, grow_all))

@@ -506,13 +506,13 @@ def complete(cfg: Config, script: str = SCRIPT):
     return choose_model(cfg, cfg.url)
 
 
-def run(trees: list[Tree], cfg: Config, path) -> None:
+def grow_all(trees: list[Tree], cfg: Config, path) -> None:
     """Loads the model and grows the trees."""
     policy = open_engine(cfg, path, cfg.seed[0], max(8, cfg.workers))
     asyncio.run(search(trees, policy, cfg.workers))
 
 
-def main(config_class=Config, complete=complete, run=run) -> None:
+def main(config_class=Config, complete=complete, grow_all=grow_all) -> None:
     cfg = cli.parse_config(config_class, sys.argv[1:])
     path = complete(cfg)
     tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, bool(path and path.is_tiny))
@@ -521,7 +521,7 @@ def main(config_class=Config, complete=complete, run=run) -> None:
     if todo:
         console.search_banner(cfg, trees, where, path, why)
         with store.recorded_end([t.run for t in todo], where):
-            run(todo, cfg, path)
+            grow_all(todo, cfg, path)
     else:
         print(f"{where} was finished before: nothing was run.")
     console.report(trees, where)
