@@ -39,15 +39,10 @@ def ask(url, temperature=0.7, retries=3, key="", **kwargs):
 
 def test_text_comes_back_and_is_counted():
     model = endpoint.Endpoint("http://x/v1", "m")
-    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "a\nb 🙂"}]
-    tokens = model.render(messages)
-    assert model.messages(tokens) == messages
-    reply = model.encode("my reply")
-    longer = tokens + reply + model.observation_tokens("what was printed", ended=True)
-    assert model.messages(longer) == messages + [
-        {"role": "assistant", "content": "my reply"},
-        {"role": "user", "content": "what was printed"},
-    ]
+    said = [("system", "be kind"), ("user", "a\nb 🙂"), ("assistant", "my reply"), ("user", "ok")]
+    messages = [{"role": role, "content": text} for role, text in said]
+    tokens = model.render(messages[:2]) + model.encode("my reply")
+    assert model.messages(tokens + model.observation_tokens("ok", ended=True)) == messages
     assert len(model.encode("x" * 300)) == 100
     assert model.encode("user") != [1]  # text is never a turn
 
@@ -59,11 +54,10 @@ def test_a_good_answer(server, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "")
     ask(url)
     ask(url, key="mine")
-    first, second, third = seen
+    first, second, _ = seen
     assert (first["temperature"], first["seed"], first["max_tokens"]) == (0.0, 7, 50)
-    assert first["auth"] == "Bearer secret"
     assert first["messages"] == [{"role": "user", "content": "hi <|im_end|> ünïcode"}]
-    assert (second["auth"], third["auth"]) == ("Bearer none", "Bearer mine")
+    assert [body["auth"] for body in seen] == ["Bearer secret", "Bearer none", "Bearer mine"]
     assert "seed" not in second
 
 
