@@ -73,7 +73,7 @@ def fake_play(score_of, delay, stderr):
         turns = [turn(status="submit", reply_tokens=0)]
         episode = Episode(t.task.name, node.seed, status="submit", turns=turns, packed=b"x")
         if value == "fault":
-            return replace(episode, status="fault", fault="broke", turns=[]), b""
+            return replace(episode, status="fault", fault="broke"), b""
         if value is None:
             episode.status = "turn_limit"
         scored = "accuracy", "validation", value is not None
@@ -93,17 +93,14 @@ def equal(node):
     return 0.6
 
 
-class FakeEnv(contextlib.AbstractAsyncContextManager):
+class FakeEnv(contextlib.nullcontext):
     """Scores the files of a node on a hidden part."""
 
     hidden = {}  # (split, node id) -> score, None (not valid) or SandboxFault; others: 0.75
     read = []  # (split, node id) of each score
 
     def __init__(self, *_):
-        self.name = ""
-
-    async def __aexit__(self, *_):
-        pass
+        super().__init__(self)
 
     def restore(self, files, *_):
         self.name = files.decode().strip("\0")
@@ -614,8 +611,9 @@ BAD_INPUT = {
     "--seed 0 -1": "--seed must be from 0 to 4294967295, not -1",
     "--seed 0 0": "--seed has a value twice",
     "--tau nan": "--tau must be from 0 to 1, not nan",
-    "--select ucb --rule-args c=-1": "c must be a number of at least 0",
-    "--select ucb --rule-args c=x": "c must be a number of at least 0",
+    "--select ucb --rule-args c=-1": "c is -1.0: it must be a finite number of at least 0",
+    "--select ucb --rule-args c=x": "c is 'x': it must be a finite number of at least 0",
+    "--select ucb --rule-args drafts=0": "drafts is 0: it must be a finite number of at least 1",
     "--select ucb --rule-args tau=1": "rule ucb has no 'tau'; it has drafts, c",
     "--select evolution --rule-args unknown=1": "has no 'unknown'; it has drafts, crossover_prob",
     "--model x --url localhost:8000/v1": "localhost:8000/v1 does not answer: Request",

@@ -22,9 +22,10 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
-from flatlab.errors import UserError
+from flatlab.errors import UserError, finite
 from flatlab.tree.nodes import Choice, Node, Tree
 
 
@@ -53,12 +54,9 @@ class Rule:
                 raise UserError(f"--rule-args {text}: rule {name} has no {key!r}; it has {names}.")
             kind = type(values[key])
             lowest = 1 if kind is int else 0
-            try:
-                values[key] = kind(value)
-            except ValueError:
-                values[key] = math.nan
-            if not lowest <= values[key] < math.inf:
-                raise UserError(f"--rule-args {text}: {key} must be a number of at least {lowest}.")
+            with suppress(ValueError):
+                value = kind(value)
+            values[key] = kind(finite(f"--rule-args {key}", value, lowest))
         return values
 
 
