@@ -13,8 +13,7 @@ its prompt (not with --sampling-mode none). The replies that list strategies are
 """
 
 import asyncio
-import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -24,13 +23,13 @@ import search
 from flatlab import options
 from flatlab.errors import UserError
 from flatlab.numbers import standard_error
-from flatlab.runs import cli, store
+from flatlab.runs import cli
 from flatlab.task.value import value_of
 from flatlab.train import batch, checkpoint
 from flatlab.train.job import Job, in_trainer
-from flatlab.tree.nodes import Node, Tree, results
+from flatlab.tree.nodes import Node, Tree
 from flatlab.view import console
-from policy import Policy, choose_model
+from policy import Policy
 
 
 @dataclass
@@ -45,6 +44,7 @@ class Config(search.Config):
     select: Literal[*search.SELECT] = "puct"  # rule that picks the nodes to build on
     # nodes that run at the same time; default: parents x children
     workers: int | None = None
+    url: None = field(default=None, init=False)  # no option: an endpoint cannot be trained
 
     BOUNDS = search.Config.BOUNDS | {"parents": options.COUNT, "children": (2, 1e9)}
 
@@ -60,8 +60,7 @@ async def learn(trees: list[Tree], policy, cfg: Config) -> None:
     micro_tokens = policy.fit_micro_tokens()
     adapter = [p.detach().clone() for p in policy.parameters()]
     for t in trees:
-        t.policy = policy
-        t.run.result(**results(t), status="running")
+        await search.begin(t, policy)
         for parameter, values in zip(policy.parameters(), adapter):
             parameter.data.copy_(values)
         await grow(t, slots, micro_tokens)
@@ -73,7 +72,6 @@ async def grow(t: Tree, slots: asyncio.Semaphore, micro_tokens: int) -> None:
     micro_tokens: tokens per training pass.
     """
     policy = t.policy
-    t.machine = await search.machine_of(t)
     optimizer = policy.make_optimizer(t.cfg.lr)
     job = Job(run=t.run)
     rounds = await in_trainer(checkpoint.resume_rows, policy, optimizer, job)
@@ -83,15 +81,14 @@ async def grow(t: Tree, slots: asyncio.Semaphore, micro_tokens: int) -> None:
     policy.version = rounds  # the number of updates
     # There is no KL term, and replies that were cut at the length limit carry no gradient.
     cfg = grpo.Config(credit="complete", kl=0.0, episode=t.cfg.episode, micro_tokens=micro_tokens)
-    while groups := start_round(t):
+    while picked := start_round(t):
+        playing = []
         async with asyncio.TaskGroup() as together:
-            playing = {}
-            for node in sum(groups, []):
-                playing[node.id] = together.create_task(play(t, node, slots))
-        episodes = {id: task.result() for id, task in playing.items()}
-        row = row_of(t, sum(groups, []), list(episodes.values()))
-        compared = compared_groups(t, groups, episodes)
-        row |= await in_trainer(grpo.update, policy, optimizer, compared, cfg, job)
+            for nodes in picked:
+                playing.append([together.create_task(play(t, node, slots)) for node in nodes])
+        groups = [group_of(t, number, tasks) for number, tasks in enumerate(playing)]
+        row = row_of(t, sum(picked, []), groups)
+        row |= await in_trainer(grpo.update, policy, optimizer, groups, cfg, job)
         policy.sync()
         if row.get("skipped"):
             await policy.check_sync()
@@ -124,20 +121,17 @@ async def play(t: Tree, node: Node, slots: asyncio.Semaphore):
     return await search.run_node(t, node, slots)
 
 
-def compared_groups(t: Tree, groups: list[list[Node]], episodes: dict) -> list[batch.Group]:
-    """The children of each parent as a group of grpo.py. episodes: by id of their nodes."""
-    compared = []
-    for number, nodes in enumerate(groups):
-        rewards = [value_of(node.improvement) for node in nodes if node.status != "fault"]
-        own = [episodes[node.id] for node in nodes]
-        compared.append(batch.Group(number, t.task, own, rewards))
-    return compared
+def group_of(t: Tree, number: int, tasks: list[asyncio.Task]) -> batch.Group:
+    """The played children of one parent as a group of grpo.py."""
+    group = batch.Group(number, t.task, [task.result() for task in tasks], [])
+    group.rewards = [value_of(improvement) for improvement in group.improvements()]
+    return group
 
 
 # ------------------------------------------------------------------ numbers of a round
 
 
-def row_of(t: Tree, nodes: list[Node], episodes: list) -> dict:
+def row_of(t: Tree, nodes: list[Node], groups: list[batch.Group]) -> dict:
     """The row of a round, without that of the update. Shares are of its nodes without faults."""
     graded = [node for node in nodes if node.status != "fault"]
     count = max(1, len(graded))
@@ -147,9 +141,9 @@ def row_of(t: Tree, nodes: list[Node], episodes: list) -> dict:
         if node.valid
     ]
     lineages = [node.id.split(".")[1] for node in nodes]
-    codes = [str(node.code) for node in t.finished if node.code]
-    new = sum(bool(node.code) for node in nodes)
-    turns = [turn for episode in episodes for turn in episode.turns]
+    codes = [str(node.code) for node in nodes if node.code]
+    new = set(codes) - {str(node.code) for node in t.finished[: -len(nodes)]}
+    turns = [turn for group in groups for episode in group.episodes for turn in episode.turns]
     return {
         "step": t.policy.version,
         "nodes": len(t.finished),
@@ -164,9 +158,8 @@ def row_of(t: Tree, nodes: list[Node], episodes: list) -> dict:
         "live_lineages": len(set(lineages)),
         "depth": max(node.depth for node in t.finished),
         # share of this round's programs that repeat an earlier one, of this round or before
-        "duplicate_share": (new - len(set(codes) - set(codes[:-new]))) / new if new else 0.0,
+        "duplicate_share": (len(codes) - len(new)) / max(1, len(codes)),
         "cut_share": fmean(turn["stop_reason"] == "length" for turn in turns) if turns else 0.0,
-        "faults": len(nodes) - len(graded),
     }
 
 
@@ -188,34 +181,24 @@ def alarms(row: dict, rows: list[dict]) -> list[str]:
 SCRIPT = Path(__file__).stem  # a copy of this file makes runs of its own
 
 
-def check_config(cfg: Config) -> None:
-    """Raises UserError for an endpoint, which cannot be trained, or a rule that cannot learn."""
-    if cfg.url or search.SELECT[cfg.select].shared_request:
-        raise UserError(
-            "learn.py trains the model in this process and needs a rule that uses scores: leave "
-            "out --url, and choose one such as --select puct."
-        )
-    search.check_config(cfg)
-    options.set_defaults(cfg, {"workers": cfg.parents * cfg.children})
+def complete(cfg: Config):
+    """Fills in the options that were left open. Returns the path of the model.
+
+    Raises UserError for settings that are wrong, such as a rule that cannot learn.
+    """
+    if search.SELECT[cfg.select].shared_request:
+        raise UserError("learn.py needs a rule that uses scores: choose one such as --select puct.")
+    path = search.complete(cfg, SCRIPT)
+    lr = 1e-3 if path.is_tiny else 4e-5
+    options.set_defaults(cfg, {"workers": cfg.parents * cfg.children, "lr": lr})
+    return path
 
 
-def main() -> None:
-    cfg = cli.parse_config(Config, sys.argv[1:])
-    check_config(cfg)
-    cfg.name = cfg.name or search.default_name(SCRIPT, cfg)
-    path = choose_model(cfg)
-    options.set_defaults(cfg, {"lr": 1e-3 if path.is_tiny else 4e-5})
-    trees, where, why = search.prepare(cfg, path)
-    todo = [t for t in trees if not t.closed]
-    if todo:
-        console.search_banner(cfg, trees, where, path, why)
-        with store.recorded_end([t.run for t in todo], where):
-            policy = Policy(path, cfg.model, cfg.seed[0], max(8, cfg.workers))
-            asyncio.run(learn(todo, policy, cfg))
-    else:
-        print(f"{where} was finished before: nothing was run.")
-    console.report(trees, where)
+def grow_all(trees: list[Tree], cfg: Config, path) -> None:
+    """Loads the model and grows the trees."""
+    policy = Policy(path, cfg.model, cfg.seed[0], max(8, cfg.workers))
+    asyncio.run(learn(trees, policy, cfg))
 
 
 if __name__ == "__main__":
-    cli.one_sentence(main)
+    cli.one_sentence(lambda: search.main(Config, complete, grow_all))

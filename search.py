@@ -201,15 +201,6 @@ class Config:
 # ------------------------------------------------------------------ strategies
 
 
-async def machine_of(t: Tree) -> dict:
-    """Facts about the sandboxes for requests, found in one of them; {} if they tell nothing."""
-    if "limits" not in t.texts.uses["about"]:
-        return {}
-    async with env.Env(t.task, t.cfg.sandbox, t.seed) as world:
-        await in_thread(world.restart)
-        return await in_thread(world.machine, t.cfg.episode)
-
-
 def summary(t: Tree) -> str:
     """Text of prompts about other branches, if any."""
     if t.cfg.scope == "global":
@@ -226,14 +217,13 @@ async def propose(t: Tree, node: Node) -> None:
     node.sampling_mode = sampling_mode(t, node)
     if not MODES[node.sampling_mode]:
         return
-    number = 0
     if t.rule.shared_request:
         node.ideas = await shared_ideas(t, node)
-        number = node.place
+        own = node.ideas[node.place :]
     else:
-        node.ideas = await list_ideas(t, node, node.id)
-    if number < len(node.ideas):
-        node.idea, node.probability = node.ideas[number]
+        node.ideas = own = await list_ideas(t, node, node.id)
+    if own:
+        node.idea, node.probability = own[0]
     else:
         node.decision["asked"] = node.sampling_mode
         node.sampling_mode = "none"
@@ -280,9 +270,10 @@ async def list_ideas(t: Tree, node: Node, seed: str) -> list:
         call_seed = seed_from(t.seed, seed, "ideas", call)
         reply = await prompts.reply_to(t, node, talk, call_seed)
         talk.append({"role": "assistant", "content": reply})
-        for idea, stated in prompts.parse(reply):
+        found, damaged = prompts.parse(reply)
+        for idea, stated in found:
             ideas.setdefault(prompts.same(idea), (idea, stated))
-        unread += prompts.count_unread(reply)
+        unread += damaged
         missing = k - sum((stated or 0) <= limit for _, stated in ideas.values())
         if missing <= 0:
             break
@@ -347,8 +338,7 @@ async def run_node(t: Tree, node: Node, slots: asyncio.Semaphore) -> Episode:
     A broken sandbox is replaced once; after that the node is a fault, which is not a score.
     """
     start = time.monotonic()
-    if t.began is None:
-        t.began = start
+    t.began = t.began or start
     await propose(t, node)
     parent = t.nearest_kept(node.parent)
     parents = [] if parent is t.root else [parent]
@@ -383,10 +373,8 @@ def decide(t: Tree) -> Choice | None:
     if t.spent():
         return None
     rng = random.Random(seed_from(t.seed, "select", t.started))
-    if t.rule.debugs:
-        leaf = rules.failed_leaf(t, rng, DEBUG_PROB)
-        if leaf:
-            return leaf
+    if t.rule.debugs and (leaf := rules.failed_leaf(t, rng, DEBUG_PROB)):
+        return leaf
     name = f"--select {t.cfg.select}"
     with user_code(name):
         choice = t.rule.function(t, rng, **t.constants)
@@ -409,9 +397,19 @@ def start(t: Tree, choice: Choice) -> Node:
     raise UserError(f"No operator of OPERATORS applies to a child of node {parent.id}.")
 
 
-async def grow(t: Tree, slots: asyncio.Semaphore, together: asyncio.TaskGroup) -> None:
+async def begin(t: Tree, policy) -> None:
+    """Prepares a tree for its first node. policy: samples replies and strategies."""
+    t.policy = policy
+    t.run.result(**results(t), status="running")
+    if "limits" in t.texts.uses["about"]:  # requests tell about the sandboxes
+        async with env.Env(t.task, t.cfg.sandbox, t.seed) as world:
+            await in_thread(world.restart)
+            t.machine = await in_thread(world.machine, t.cfg.episode)
+
+
+async def grow(t: Tree, policy, slots: asyncio.Semaphore, together: asyncio.TaskGroup) -> None:
     """Grows a tree until it is complete. Each running node holds one of the slots."""
-    t.machine = await machine_of(t)
+    await begin(t, policy)
     while True:
         await slots.acquire()
         choice = decide(t)
@@ -435,9 +433,7 @@ async def search(trees: list[Tree], policy, workers: int) -> None:
     slots = asyncio.Semaphore(workers)
     async with asyncio.TaskGroup() as together:
         for t in trees:
-            t.policy = policy
-            t.run.result(**results(t), status="running")
-            together.create_task(grow(t, slots, together))
+            together.create_task(grow(t, policy, slots, together))
 
 
 async def close(t: Tree) -> None:
@@ -447,7 +443,6 @@ async def close(t: Tree) -> None:
     if t.chosen.kept and len(t.task.splits) > 1:
         await hidden_value(t, t.chosen, t.task.splits[-1])
     t.run.result(**results(t) | {"stopped_by": stopped_by, "status": "finished"})
-    t.closed = True
 
 
 async def choose(t: Tree) -> Node:
@@ -457,11 +452,10 @@ async def choose(t: Tree) -> Node:
     Ties go to the node with fewer sampled tokens, then to the earlier one.
     """
     ranks = {}
-    if "selection" in t.task.splits:
-        for node in rules.finalists(t):
-            value = await hidden_value(t, node, "selection")
-            mean = (value_of(node.improvement) + value) / 2
-            ranks[node.id] = (mean, -node.tokens, -node.order)
+    for node in rules.finalists(t) if "selection" in t.task.splits else ():
+        value = await hidden_value(t, node, "selection")
+        mean = (value_of(node.improvement) + value) / 2
+        ranks[node.id] = (mean, -node.tokens, -node.order)
     return t.nodes[rules.arg_max(ranks)] if ranks else t.best()
 
 
@@ -475,7 +469,7 @@ async def hidden_value(t: Tree, node: Node, split: str) -> float:
         async with env.Env(t.task, t.cfg.sandbox, node.seed) as world:
             await in_thread(world.restore, t.files_of(node), False)
             score = await in_thread(world.score, split)
-        error = "\n".join(filter(None, [score.message, score.grader_output]))
+        error = score.grader_output or score.message
         parts[split] = {"score": score.value, "stderr": score.stderr, "error": error}
         t.run.result(hidden_scores=t.hidden_scores)
     found = parts[split]["score"]
@@ -488,15 +482,6 @@ async def hidden_value(t: Tree, node: Node, split: str) -> float:
 SCRIPT = Path(__file__).stem  # a copy of this file makes runs of its own
 
 
-def check_config(cfg: Config) -> None:
-    """Raises UserError for settings that are wrong. A rule may not use strategies."""
-    options.check_values(cfg)
-    rule = SELECT[cfg.select]
-    rule.constants(cfg.select, cfg.rule_args)
-    if not rule.uses_strategies:
-        cfg.sampling_mode = ("none",)
-
-
 def default_name(script: str, cfg: Config) -> str:
     """Name of the run or grid: the script, the rule if it is not the default, and what differs."""
     kind = script if cfg.select == type(cfg).select else f"{script}-{cfg.select}"
@@ -507,27 +492,35 @@ def default_name(script: str, cfg: Config) -> str:
     return f"{kind}-{Path(task).name}-{mode}-{model_name(cfg)}-{seed}"
 
 
-def prepare(cfg: Config, path):
-    """Opens the run directories. Returns the trees, the directory of the run or grid, and a
-    sentence about the choice of the sandbox. path: of the model; None for an endpoint.
+def complete(cfg: Config, script: str = SCRIPT):
+    """Fills in the options that were left open. Returns the path of the model; None for an
+    endpoint. Raises UserError for settings that are wrong.
     """
+    options.check_values(cfg)
+    rule = SELECT[cfg.select]
+    rule.constants(cfg.select, cfg.rule_args)
+    if not rule.uses_strategies:
+        cfg.sampling_mode = ("none",)
+    cfg.name = cfg.name or default_name(script, cfg)
+    return choose_model(cfg, cfg.url)
+
+
+def grow_all(trees: list[Tree], cfg: Config, path) -> None:
+    """Loads the model and grows the trees."""
+    policy = open_engine(cfg, path, cfg.seed[0], max(8, cfg.workers))
+    asyncio.run(search(trees, policy, cfg.workers))
+
+
+def main(config_class=Config, complete=complete, grow_all=grow_all) -> None:
+    cfg = cli.parse_config(config_class, sys.argv[1:])
+    path = complete(cfg)
     tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, bool(path and path.is_tiny))
     trees, where = open_trees(cfg, tasks, SELECT[cfg.select], path)
-    return trees, where, why
-
-
-def main() -> None:
-    cfg = cli.parse_config(Config, sys.argv[1:])
-    check_config(cfg)
-    cfg.name = cfg.name or default_name(SCRIPT, cfg)
-    path = choose_model(cfg, cfg.url)
-    trees, where, why = prepare(cfg, path)
     todo = [t for t in trees if not t.closed]
     if todo:
         console.search_banner(cfg, trees, where, path, why)
         with store.recorded_end([t.run for t in todo], where):
-            policy = open_engine(cfg, path, cfg.seed[0], max(8, cfg.workers))
-            asyncio.run(search(todo, policy, cfg.workers))
+            grow_all(todo, cfg, path)
     else:
         print(f"{where} was finished before: nothing was run.")
     console.report(trees, where)

@@ -37,6 +37,16 @@ MAX_GRAD_NORM = 1.0  # a larger gradient is scaled down to this norm
 
 
 @dataclass
+class EpisodeOptions(options.EpisodeOptions):
+    """Those that matter for stored episodes; the others are no flags."""
+
+    max_turns: int = field(default=8, init=False)
+    max_reply_tokens: int | None = field(default=None, init=False)
+    episode_minutes: float = field(default=30.0, init=False)
+    prompts: str | None = field(default=None, init=False)
+
+
+@dataclass
 class Config:
     """None stands for the default that the comment names; 0 is zero."""
 
@@ -54,7 +64,7 @@ class Config:
 
     tasks: options.TaskOptions = field(default_factory=options.TaskOptions)
     model: options.ModelOptions = field(default_factory=options.ModelOptions)
-    episode: options.EpisodeOptions = field(default_factory=options.EpisodeOptions)
+    episode: EpisodeOptions = field(default_factory=EpisodeOptions)
 
     RESUMABLE = options.RESUMABLE | {"updates", "micro_tokens"}
     BOUNDS = options.BOUNDS | {
@@ -80,7 +90,7 @@ def best_episodes(cfg: Config, tasks: list) -> list[dict]:
         # the names of evaluations begin with a letter
         for file in sorted(Path(run).rglob("episodes/[0-9]*.jsonl")):
             for episode in read_rows(file):
-                score, task = episode.get("score"), by_name.get(episode.get("task"))
+                score, task = episode["score"], by_name.get(episode["task"])
                 if not task or not score or not score["valid"]:
                     continue
                 value = improvement(score["value"], task)
@@ -158,8 +168,8 @@ def update(policy, optimizer, sequences: list[TrainSequence], cfg: Config) -> fl
 
 def imitate(policy, transcripts: list[dict], cfg: Config, run) -> None:
     """All updates, with a row and a checkpoint after each; the last adapter is best/."""
-    episodes = [sequences_from(transcript, policy, cfg) for transcript in transcripts]
-    episodes = [sequences for sequences in episodes if sequences]
+    made_of = (sequences_from(transcript, policy, cfg) for transcript in transcripts)
+    episodes = list(filter(None, made_of))
     if not episodes:
         raise UserError(f"--runs: no episode fits into --context {policy.context}.")
     print(f"imitate  {len(episodes)} episodes, {cfg.updates} updates", flush=True)
@@ -173,8 +183,7 @@ def imitate(policy, transcripts: list[dict], cfg: Config, run) -> None:
             continue
         start = time.perf_counter()
         loss = update(policy, optimizer, sequences, cfg)
-        row = {"step": step, "loss": loss, "lr": cfg.lr, "time": time.time()}
-        row["seconds"] = time.perf_counter() - start
+        row = {"step": step, "loss": loss, "seconds": time.perf_counter() - start}
         checkpoint.write_step(policy, optimizer, job, row)
         rows.append(row)
         console.update_made(rows, cfg.updates)
@@ -206,7 +215,7 @@ def prepare(cfg: Config):
     if run.finished:
         return run, tasks, path, []
     transcripts = best_episodes(cfg, tasks)
-    imitated = content_key(*(replies_of(transcript) for transcript in transcripts))
+    imitated = content_key(*map(replies_of, transcripts))
     if run.rows() and run.results()["imitated"] != imitated:
         raise UserError(f"The best episodes of --runs are others than {run.dir} imitates.")
     run.result(imitated=imitated, **metrics.first_results(tasks, "imitation"))

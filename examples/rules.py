@@ -6,7 +6,6 @@ To use one, paste it into the marked block of a copy of search.py and add it to 
 """
 
 import math
-from statistics import stdev
 
 from flatlab.tree import rules
 from flatlab.tree.nodes import Choice
@@ -17,23 +16,15 @@ def softmax(t, rng, drafts=3, c=1.41, trend_weight=0.5, visit_alpha=0.5, tau=0.5
 
     S = Q + c sqrt(ln N / (n + 1)) + trend_weight max(trend, 0) - visit_alpha ln(n + 1)
     """
-    parts = rules.values_and_bonuses(t, drafts, c, trend_weight)
-    for id, (value, bonus) in parts.items():
+    scores = {}
+    for id, parts in rules.values_and_bonuses(t, drafts, c, trend_weight).items():
         visits = len(t.nodes[id].children) + 1
-        parts[id] = value, bonus - visit_alpha * math.log(visits)
-
-    def pick(scores):
-        highest = max(scores.values())
-        weights = {id: math.exp((score - highest) / tau) for id, score in scores.items()}
-        return rules.draw(rng, weights)
-
-    return rules.explore_or_exploit(parts, pick)
-
-
-def spread_of_children(q, node):
-    """Standard deviation of Q over the children; 1 with fewer than two scored ones."""
-    values = [q(child) for child in node.children if child.valid]
-    return stdev(values) if len(values) > 1 else 1.0
+        scores[id] = sum(parts) - visit_alpha * math.log(visits)
+    if not scores:
+        return None
+    highest = max(scores.values())
+    weights = {id: math.exp((score - highest) / tau) for id, score in scores.items()}
+    return Choice(rules.draw(rng, weights), reason="drawn by exp(S / tau)", scores=scores)
 
 
 def regret(q, node):
@@ -46,7 +37,7 @@ def shallowness(q, node):
     return 1 / (node.depth * (len(node.children) + 1) + 1)
 
 
-def signals(t, rng, drafts=3, spread_weight=0.0, regret_weight=1.0, depth_weight=1.0):
+def signals(t, rng, drafts=3, regret_weight=1.0, depth_weight=1.0):
     """Takes the arg-max of a weighted sum of signals, each min-max normalised over the candidates.
     The larger a signal, the more the node deserves a child.
     """
@@ -55,8 +46,7 @@ def signals(t, rng, drafts=3, spread_weight=0.0, regret_weight=1.0, depth_weight
         return None
     q = rules.quality(t)
     scores = {node.id: 0.0 for node in options}
-    weights = {spread_of_children: spread_weight, regret: regret_weight, shallowness: depth_weight}
-    for signal, weight in weights.items():
+    for signal, weight in ((regret, regret_weight), (shallowness, depth_weight)):
         values = {node.id: signal(q, node) for node in options}
         low = min(values.values())
         width = max(values.values()) - low

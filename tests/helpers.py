@@ -270,6 +270,25 @@ def start(folder, *flags, script="grpo.py", before=None, **environment):
     )
 
 
+def run_until(folder, is_far, script, flags, number):
+    """Runs a script, and sends it a signal once is_far(). Returns its exit code and stderr."""
+    process = start(folder, *flags.split(), script=script)
+    while not is_far():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    return process.returncode, err
+
+
+def done(folder, script, flags):
+    """The output of a script that succeeds."""
+    process = start(folder, *flags.split(), script=script)
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    return out
+
+
 def completion(text):
     """Answer of a chat endpoint."""
     choice = {"index": 0, "message": {"role": "assistant", "content": text}}
@@ -436,7 +455,6 @@ def node(id, score, op="draft", **more):
         code={"solve.py": f"import csv\nprint('{id}')\n"},
         tokens=50,
         seconds=1.0,
-        elapsed=2.0,
         decision={"rule": "ucb", "reason": "highest bound", "scores": {"0": 1.0}},
     )
     return {name: getattr(made, name) for name in COLUMNS} | more

@@ -3,6 +3,7 @@ with a
 small tokenizer of its kind.
 """
 
+import itertools
 import string
 
 import pytest
@@ -105,13 +106,12 @@ def trained_on(texts, of_words):
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     options = {"vocab_size": 600, "show_progress": False}
+    tokenizer = Tokenizer(models.BPE())
     if of_words:
-        tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
         tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
         options["initial_alphabet"] = list(f"▁\x02{string.printable}")
     else:
-        tokenizer = Tokenizer(models.BPE())
         lines = pre_tokenizers.Split(Regex(r"\s*\n+"), "isolated")
         letters = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([lines, letters])
@@ -156,10 +156,9 @@ def test_turn_by_turn_is_the_template_of_the_whole_conversation(chat_of, name, s
     assert chat.tokenizer.convert_ids_to_tokens(chat.end_of_turn) == end
     assert set(chat.tokenizer.convert_ids_to_tokens(chat.stop_tokens)) == {eos, end}
     assert chat.has_system_role == (name not in WITHOUT_SYSTEM)
-    prompt = [user(TALK[0])]
-    talk = [
-        {"role": "user" if i % 2 == 0 else "assistant", "content": t} for i, t in enumerate(TALK)
-    ]
+    roles = itertools.cycle(["user", "assistant"])
+    talk = [{"role": role, "content": text} for text, role in zip(TALK, roles)]
+    prompt = talk[:1]
     if system:
         prompt = [{"role": "system", "content": system}, *prompt]
         if chat.has_system_role:

@@ -13,7 +13,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from itertools import product
@@ -98,9 +97,10 @@ LIMITS = {"float32": 2e-5, "bfloat16": 0.2}
 
 
 @pytest.fixture(scope="module")
-def answers(request, tmp_path_factory):
-    """Answers of this file as a program for the selected tests, and the path of its log."""
-    log = tmp_path_factory.mktemp("families") / "log"
+def answers(request):
+    """Answers of this file as a program for the selected tests, and its stderr."""
+    from helpers import python
+
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -108,17 +108,8 @@ def answers(request, tmp_path_factory):
     }
     selected = [item for item in request.session.items if "answers" in item.fixturenames]
     asked = "\n".join(", ".join(item.callspec.params.values()) for item in selected)
-    with log.open("w") as errors:
-        done = subprocess.run(
-            [sys.executable, __file__],
-            input=asked,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=environment,
-            text=True,
-            timeout=900,
-        )
-    return dict(map(json.loads, done.stdout.splitlines())), log
+    done = python(__file__, input=asked, env=environment, timeout=900)
+    return dict(map(json.loads, done.stdout.splitlines())), done.stderr
 
 
 @pytest.mark.slow
@@ -129,8 +120,8 @@ def test_engine_and_trainer_agree_before_and_after_training_or_one_sentence_says
     """And with the base weights of the engine, where docs/models.md says that these are shared. In
     bf16 with autocast, a rounded copy of the adapter and logits in fp32, as on a GPU.
     """
-    found, log = answers
-    assert f"{dtype}, {name}" in found, log.read_text()[-3000:]
+    found, errors = answers
+    assert f"{dtype}, {name}" in found, errors[-3000:]
     answer = found[f"{dtype}, {name}"]
     if name in REFUSED:
         assert re.match(REFUSED[name], answer["refused"])

@@ -13,12 +13,11 @@ import pytest
 
 import learn
 import search
-from flatlab.errors import UserError
 from flatlab.files import read_rows
 from flatlab.runs.cli import parse_config
 from flatlab.tree.nodes import open_trees
 from flatlab.tree.prompts import CountingPolicy
-from helpers import TINY_TEXTS, configure
+from helpers import TINY_TEXTS, configure, user_error
 from training import TASK, has_weights, one_reply, weights_of
 
 
@@ -68,7 +67,6 @@ def test_a_round_is_picked_played_learned_and_written(policy):
     assert rows[0]["base_diff"] == 0
     assert rows[1]["base_diff"] > 0
     for row in rows:
-        assert row["best_score"] <= t.best().score
         assert row["valid_share"] == 1
         assert row["grad_norm"] > 0
     episodes = [read_rows(file)[0] for file in t.run.dir.glob("episodes/*.jsonl")]
@@ -103,8 +101,6 @@ def test_a_run_that_was_cut_in_a_round_goes_on_with_the_adapter_of_its_last_whol
     assert loaded[:6] == [True] * 6  # those of the round that came after the cut one
     assert [row["step"] for row in t.run.rows()] == [0, 1, 2]
     assert len(t.finished) == 18
-    cut_nodes = [node for node in t.finished if node.order in (6, 7, 8)]
-    assert {node.decision["round"] for node in cut_nodes} == {1}
 
 
 def test_trees_of_a_grid_begin_with_the_same_adapter(policy):
@@ -132,14 +128,12 @@ def test_the_row_of_a_round_counts_gains_lineages_and_duplicates(policy):
     assert first["valid_share"] == first["improved_share"] == pytest.approx(2 / 3)
     assert first["live_lineages"] == 3
     assert second.get("grad_norm") is None  # nothing to learn from equal scores
-    assert second["improved_share"] == 0
+    assert (second["improved_share"], second["largest_lineage_share"]) == (0, 1)
     assert second["gain_mean"] < 0
-    assert second["largest_lineage_share"] == 1
-    for node in t.finished:
-        node.code = {"a.py": "x"}
-    t.finished[-1].code = {"a.py": "new"}
+    for node, text in zip(t.finished, "xyzxaa"):
+        node.code = {"a.py": text}
     row = learn.row_of(t, t.finished[3:], [])
-    assert row["duplicate_share"] == pytest.approx(2 / 3)
+    assert row["duplicate_share"] == pytest.approx(2 / 3)  # x is known, and a comes twice
 
 
 def test_a_valid_share_below_half_of_the_first_for_two_rounds_is_an_alarm():
@@ -162,7 +156,6 @@ def test_replies_that_were_cut_carry_no_gradient(policy):
 
 
 BAD_INPUT = {
-    "--model x --url http://127.0.0.1:9/v1": "learn.py trains the model in this process",
     "--select bfs": "choose one such as --select puct",
     "--children 1": "--children must be from 2",
     "--parents 0": "--parents must be from 1",
@@ -171,9 +164,10 @@ BAD_INPUT = {
 
 def test_bad_input_is_one_sentence_and_all_nodes_of_a_round_run_at_once():
     for flags, sentence in BAD_INPUT.items():
-        with pytest.raises(UserError) as error:
-            learn.check_config(parse_config(learn.Config, flags.split()))
-        assert sentence in str(error.value)
+        with user_error(sentence):
+            learn.complete(parse_config(learn.Config, flags.split()))
     cfg = parse_config(learn.Config, ["--children", "16"])
-    learn.check_config(cfg)
+    learn.complete(cfg)
     assert cfg.workers == 64
+    with pytest.raises(SystemExit, match="2"):
+        parse_config(learn.Config, ["--url", "x"])

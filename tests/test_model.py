@@ -260,7 +260,7 @@ def test_it_lists_strategies_when_a_search_asks(tiny_policy, mode, name):
     question = prompts.ask(texts, about, None, [], mode=mode, k=5, tau=0.1)
     tokens = tiny_policy.render([{"role": "user", "content": question}])
     replies = for_each_seed(lambda seed: tiny_policy.sample(tokens, 160, seed))
-    usable = sum(len(prompts.parse(reply.text)) >= 3 for reply in replies)
+    usable = sum(len(prompts.parse(reply.text)[0]) >= 3 for reply in replies)
     assert usable >= LOWEST_VALID_SHARE * EPISODES, f"{usable} lists are usable. {ADVICE}"
 
 
@@ -308,7 +308,8 @@ def test_the_check_of_a_gpu_runs_here(tmp_path):
     """In the precision of a GPU. Without the parts that need one, and those that are others with
     another setting.
     """
-    parts = "parity decode decode-vllm-lora sync shared-prompt memory budget ahead training start".split()
+    parts = "parity decode decode-vllm-lora sync shared-prompt memory budget ahead training"
+    parts = [*parts.split(), "start"]
     check = PROJECT / "tools/gpu_check.py"
     done = python(check, "--dtype", "bfloat16", "--parts", *parts, "autocast", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -146,15 +146,13 @@ def test_code_is_the_script_what_it_imports_and_the_package_without_views(tmp_pa
     assert len({before, *digests}) == 5
 
 
-def test_what_is_asked_and_how_it_is_scored_counts(tmp_path):
+def test_what_is_asked_and_how_it_is_scored_counts():
     task = load_task("titanic")
-    answers = tmp_path / "answers.csv"
-    answers.write_text("other")
     changes = {
         "prompt": task.prompt + "!",
         "baseline": 0.5,
         "grader": (*task.grader, "--strict"),
-        "hidden": task.hidden | {"answers.csv": answers},
+        "hidden": task.hidden | {"answers.csv": PROJECT / "README.md"},
         "degenerate": "as measured here",  # does not count
     }
     digests = [replace(task, **{name: value}).digest() for name, value in changes.items()]
@@ -186,31 +184,28 @@ def test_a_model_of_the_hub_counts_with_its_revision(monkeypatch):
     assert model_parts(ModelPath("org/m", None, False)) == ["0123456789abcdef"]
 
 
-NOWHERE = {
-    "no home": ("HOME", None),
-    "HOME is no folder": ("HOME", "/dev/null"),
-    "a home that cannot be written": ("HOME", "/proc"),
-    "XDG_CACHE_HOME is a file": ("XDG_CACHE_HOME", "{file}"),
-    "XDG_CACHE_HOME cannot be written": ("XDG_CACHE_HOME", "/proc/nothing"),
-}
-
-
-@pytest.mark.parametrize("case", NOWHERE)
-def test_without_a_place_for_a_cache_everything_goes_on(tmp_path, monkeypatch, case):
-    name, value = NOWHERE[case]
-    (tmp_path / "file").write_text("")
+@pytest.mark.parametrize(
+    "places",
+    [
+        {},  # no home
+        {"HOME": "/dev/null"},  # no folder
+        {"HOME": "/proc"},  # cannot be written
+        {"XDG_CACHE_HOME": __file__},
+        {"XDG_CACHE_HOME": "/proc/nothing"},
+    ],
+)
+def test_without_a_place_for_a_cache_everything_goes_on(tmp_path, monkeypatch, places):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 12345)  # has no entry in /etc/passwd
-    if value is None:
-        monkeypatch.delenv("HOME")
-    else:
-        monkeypatch.setenv(name, value.format(file=tmp_path / "file"))
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in places.items():
+        monkeypatch.setenv(name, value)
     files.store(files.cache_dir() / "sanity/x.json", {"degenerate": "x"})
     assert degenerate(load_task("titanic")) is None
     with contextlib.closing(Sandbox("local")) as box:
         assert box.run("echo x > /dev/null && echo written", 10).output == "written\n"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_unfinished_run_goes_on_with_other_code_and_is_marked(begun, capsys):
@@ -226,7 +221,7 @@ def test_a_finished_run_of_the_same_makers_is_left_alone_and_that_of_others_is_r
     run = opened(begun)
     run.result(status="finished")
     run.lock.close()
-    before = {path: path.read_bytes() for path in begun.glob("*.*") if path.is_file()}
+    before = {path: path.read_bytes() for path in begun.glob("*.*")}
     run = opened(begun)
     assert run.finished
     run.lock.close()
@@ -260,7 +255,6 @@ def test_resume_keeps_the_rows_and_replaces_a_cut_last_line(begun):
     with open(begun / "metrics.jsonl", "a") as out:
         out.write('{"step": 1, "rew')
     run = opened(begun, steps=9)
-    assert run.rows() == [step_row(0)]
     assert files.read_mapping(begun / "config.yaml")["steps"] == 9
     run.log(step_row(1))
     assert run.rows() == [step_row(0), step_row(1)]
@@ -322,17 +316,16 @@ def test_what_ended_a_run_is_one_sentence_here_and_in_its_result(
     tmp_path, capsys, error, code, status
 ):
     runs = [opened(tmp_path / name) for name in "ab"]
-    runs[0].result(status="running")
     runs[1].result(status="finished")
 
     def main():
         with store.recorded_end(runs, tmp_path):
             raise error
 
-    with pytest.raises(SystemExit if code else ZeroDivisionError) as end:
+    with pytest.raises((SystemExit, ZeroDivisionError)) as end:
         cli.one_sentence(main)
+    assert getattr(end.value, "code", None) == code
     if code:
-        assert end.value.code == code
         assert status.removeprefix("failed: ") in capsys.readouterr().err
     assert runs[0].results()["status"].startswith(status)
     assert runs[1].results()["status"] == "finished"
@@ -344,13 +337,11 @@ def test_what_ended_a_run_is_one_sentence_here_and_in_its_result(
 def test_checkpoint_appears_whole_and_old_ones_go(tmp_path):
     run = opened(tmp_path)
     for step in range(4):
-        with run.checkpoint(step, keep=2) as folder:
-            (folder / "weights").write_text(str(step))
-    with pytest.raises(RuntimeError), run.checkpoint(4) as folder:
-        (folder / "weights").write_text("half")
+        with run.checkpoint(step):
+            pass
+    with pytest.raises(RuntimeError), run.checkpoint(4):
         raise RuntimeError
-    weights = {step: (path / "weights").read_text() for step, path in run.checkpoints()}
-    assert weights == {2: "2", 3: "3"}
+    assert [step for step, _ in run.checkpoints()] == [2, 3]
     assert not list(tmp_path.rglob(".tmp-*"))
 
 
@@ -524,12 +515,6 @@ def test_a_wrong_value_is_one_sentence(flags, sentence, capsys):
     assert capsys.readouterr().err == f"{sentence}\n"
 
 
-def test_a_closed_pipe_is_no_traceback():
-    command = f"{sys.executable} viz.py --help | true"
-    done = subprocess.run(command, shell=True, cwd=PROJECT, capture_output=True)
-    assert done.stderr == b""
-
-
 @pytest.mark.parametrize("script", [evaluate, grpo, learn, search, sft])
 def test_bounds_and_resumable_options_name_options_and_defaults_are_within(script):
     cfg = script.Config()
@@ -557,10 +542,13 @@ def test_the_help_names_no_default_that_is_none(capsys):
     assert "None)" not in shown
 
 
-def test_a_pipe_that_is_closed_during_a_search_is_no_traceback():
+def test_a_closed_pipe_is_no_traceback_also_during_a_search():
+    command = f"{sys.executable} viz.py --help | true"
+    done = subprocess.run(command, shell=True, cwd=PROJECT, capture_output=True)
+    assert done.stderr == b""
     code = (
         "from flatlab.runs.cli import one_sentence\n"
-        "def main(): raise ExceptionGroup('', [ExceptionGroup('', [BrokenPipeError()])])\n"
+        "def main(): raise ExceptionGroup('', [BrokenPipeError()])\n"
         "one_sentence(main)"
     )
     done = python("-c", code)

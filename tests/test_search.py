@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import itertools
-import os
 import random
 import re
 import shutil
@@ -31,10 +30,11 @@ from helpers import (
     PROJECT,
     FakePolicy,
     block,
+    done,
+    run_until,
     search_config,
     segments_of,
     slow,
-    start,
     turn,
     user_error,
 )
@@ -73,7 +73,7 @@ def fake_play(score_of, delay, stderr):
         turns = [turn(status="submit", reply_tokens=0)]
         episode = Episode(t.task.name, node.seed, status="submit", turns=turns, packed=b"x")
         if value == "fault":
-            return replace(episode, status="fault", fault="broke", turns=[]), b""
+            return replace(episode, status="fault", fault="broke"), b""
         if value is None:
             episode.status = "turn_limit"
         scored = "accuracy", "validation", value is not None
@@ -93,17 +93,14 @@ def equal(node):
     return 0.6
 
 
-class FakeEnv(contextlib.AbstractAsyncContextManager):
+class FakeEnv(contextlib.nullcontext):
     """Scores the files of a node on a hidden part."""
 
     hidden = {}  # (split, node id) -> score, None (not valid) or SandboxFault; others: 0.75
     read = []  # (split, node id) of each score
 
     def __init__(self, *_):
-        self.name = ""
-
-    async def __aexit__(self, *_):
-        pass
+        super().__init__(self)
 
     def restore(self, files, *_):
         self.name = files.decode().strip("\0")
@@ -245,7 +242,6 @@ def test_the_selection_part_decides_between_nodes_within_one_standard_error():
     has(t, selected_on_test=False, best_id="0.1", best_score=0.79, best_stderr=0.02)
     has(t, tested_id="0.1", selection_score=0.76, test_score=0.74, test_stderr=0.03)
     has(t, test_minus_validation=pytest.approx(0.74 - 0.79))
-    assert rows(t)[1]["stderr"] == 0.02
     # The mean of both parts counts: 0.0 stays ahead if it loses less than it had gained.
     t = finished(hidden | {("selection", "0.0"): 0.755}, "b")
     has(t, best_id="0.0")
@@ -261,14 +257,13 @@ def test_the_selection_part_decides_between_nodes_within_one_standard_error():
     assert FakeEnv.read == [("test", "0.0")]
 
 
-@pytest.mark.parametrize("costly, chosen", [("0.0", "0.1"), ("0.2", "0.0")])
-def test_of_equal_nodes_the_cheaper_and_then_the_earlier_is_chosen(costly, chosen):
+def test_of_equal_nodes_the_cheaper_and_then_the_earlier_is_chosen():
     def score(node):
-        node.tokens += 7 * (node.id == costly)
+        node.tokens += 7 * (node.id == "0.0")
         return 0.8
 
     t = finished({}, score_of=score, sampling_mode=("none",))
-    has(t, best_id=chosen)
+    has(t, best_id="0.1")  # not 0.0, which is dearer, nor the later 0.2
 
 
 def test_a_search_stopped_at_the_end_resumes_without_scoring_twice():
@@ -288,8 +283,8 @@ def test_a_search_stopped_at_the_end_resumes_without_scoring_twice():
 def test_a_finished_tree_stays_as_it_is():
     """Its time may have run out while it waited for a slot, after its last node."""
 
-    def once_more(**changed):
-        [tree] = opened(**{"minutes": 1.0} | changed)
+    def once_more(minutes=1.0, **changed):
+        [tree] = opened(minutes=minutes, **changed)
         tree.run.lock.close()
         return tree
 
@@ -298,10 +293,9 @@ def test_a_finished_tree_stays_as_it_is():
     tree.run.result(**results(tree) | ended)
     assert once_more(nodes=3).closed
     assert read_mapping(tree.run.dir / "config.yaml")["nodes"] == tree.cfg.nodes
-    tree = once_more(minutes=2.0)
-    assert not tree.closed
-    assert not tree.spent()
-    assert once_more(minutes=1.01).spent() == "minutes"  # 61 seconds are over
+    tree = once_more(2.0)
+    assert not (tree.closed or tree.spent())
+    assert once_more(1.01).spent() == "minutes"  # 61 seconds are over
 
 
 @pytest.mark.parametrize("url", [None, "http://127.0.0.1:9/v1"])
@@ -320,8 +314,7 @@ def test_a_fault_is_tried_once_more_and_is_never_a_score():
 
     t = run(score_of=score, nodes=12)
     nodes = by_id(t)
-    assert nodes["0.1"]["score"] == 0.6
-    assert nodes["0.2"]["score"] is None
+    assert (nodes["0.1"]["score"], nodes["0.2"]["score"]) == (0.6, None)
     assert PLAYED.count("0.2") == 2
     assert nodes["0.2.0"]["op"] == "draft"  # nothing was left there: it starts from the files above
     has(t, nodes=12, faults=1, failed=0)
@@ -339,8 +332,8 @@ def test_three_faults_in_a_row_stop_the_search_with_a_sentence():
 def test_files_of_a_node_that_are_gone_are_one_sentence():
     t = run(nodes=1)
     [node] = t.finished
-    t.tar_of(node).unlink(missing_ok=True)
-    with user_error(f"builds on these files of node {node.id}"):
+    t.tar_of(node).unlink()
+    with user_error("builds on these files of node 0.0"):
         t.files_of(node)
 
 
@@ -451,11 +444,8 @@ def test_too_few_ideas_one_more_call_then_fewer_and_never_invented_ones():
     assert len(model.prompts) == 2
     assert "List 4 more" in model.prompts[1]
     has(one, sampling_modes_used={"tail": 1, "none": 2}, without_strategy=2)
+    assert "2 of 3 nodes got no strategy" in table(one)
     options = {"select": "greedy", "nodes": 3, "score_of": equal}
-    prose = run(name="prose", model=FakePolicy("I like XGBoost."), **options)
-    assert {row["idea"] for row in rows(prose)} == {""}
-    assert {row["decision"]["asked"] for row in rows(prose)} == {"tail"}
-    assert "3 of 3 nodes got no strategy" in table(prose)
     damaged = '[{"text": "a "b" c"}, {"text": "d", "probability": 0.01}]'
     t = run(name="damaged", model=FakePolicy(damaged), **options)
     assert {row["idea"] for row in rows(t)} == {"d"}
@@ -482,7 +472,6 @@ def test_exploiting_asks_for_variations_and_says_so():
     t = run(model=model, score_of=equal, **options)
     assert "Tried already" not in model.prompts[0]
     assert model.prompts[2].count("Score: 0.6") == 2
-    assert rows(t)[3]["sampling_mode"] == "local"
     assert "variations of the strategy so far" in model.prompts[3]
     has(t, sampling_modes_used={"tail": 3, "local": 3})
 
@@ -510,7 +499,6 @@ def test_a_grid_shares_the_workers():
     other = replace(TASK, name="other", higher_is_better=False, reference=0.0)
     grid = {"tasks": (TASK, other), "sampling_mode": ("none", "tail")}
     trees = run(nodes=4, workers=6, delay=starts, score_of=ends, **grid)
-    assert len(changes) == 2 * 16
     assert 4 < max(itertools.accumulate(changes)) <= 6  # a tree has four nodes
     for tree in trees[2:]:  # of the task where lower is better
         scores = [row["score"] for row in rows(tree) if row["valid"]]
@@ -570,7 +558,6 @@ def test_a_real_tree_inherits_files_but_not_artefacts_and_keeps_code():
     has(t, best_id="0.0")
     found = t.run.results()
     assert min(found["test_score"], found["selection_score"]) > 0.7
-    assert 0.02 < found["test_stderr"] < 0.03
     [[segment]] = segments_of(t.run.dir, "000000")
     sampled = sum(r >= 0 for r in segment["reply"])
     assert sampled == sum(turn["reply_tokens"] for turn in turns_of(t)) > 0
@@ -619,17 +606,14 @@ def test_a_node_whose_files_are_too_large_keeps_its_score_but_nothing_builds_on_
 # ------------------------------------------------------------------ the script
 
 
-def script(*flags, name="search.py"):
-    return start(".", *flags, script=name, OMP_NUM_THREADS="1")
-
-
 BAD_INPUT = {
     "--task titanik": "Unknown task 'titanik'; did you mean titanic",
     "--seed 0 -1": "--seed must be from 0 to 4294967295, not -1",
     "--seed 0 0": "--seed has a value twice",
     "--tau nan": "--tau must be from 0 to 1, not nan",
-    "--select ucb --rule-args c=-1": "c must be a number of at least 0",
-    "--select ucb --rule-args c=x": "c must be a number of at least 0",
+    "--select ucb --rule-args c=-1": "c is -1.0: it must be a finite number of at least 0",
+    "--select ucb --rule-args c=x": "c is 'x': it must be a finite number of at least 0",
+    "--select ucb --rule-args drafts=0": "drafts is 0: it must be a finite number of at least 1",
     "--select ucb --rule-args tau=1": "rule ucb has no 'tau'; it has drafts, c",
     "--select evolution --rule-args unknown=1": "has no 'unknown'; it has drafts, crossover_prob",
     "--model x --url localhost:8000/v1": "localhost:8000/v1 does not answer: Request",
@@ -639,11 +623,10 @@ BAD_INPUT = {
 
 
 def prepared(cfg):
-    """Does what main() does before the engine starts."""
-    search.check_config(cfg)
-    cfg.name = cfg.name or search.default_name("search", cfg)
-    path = policy.choose_model(cfg, cfg.url)
-    return path, search.prepare(cfg, path)
+    """Does what main() does before the engine starts. Returns the model and the run directory."""
+    path = search.complete(cfg)
+    tasks, _ = search.env.open_tasks(cfg.tasks, cfg.sandbox, bool(path and path.is_tiny))
+    return path, open_trees(cfg, tasks, search.SELECT[cfg.select], path)[1]
 
 
 @pytest.mark.parametrize("flags", BAD_INPUT)
@@ -654,13 +637,6 @@ def test_bad_input_is_one_sentence_before_a_model_is_loaded(flags):
         policy.open_engine(cfg, path, 0, 8)
     assert BAD_INPUT[flags] in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_bad_input_ends_with_exit_code_2():
-    process = script("--tau", "7")
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert err.splitlines()[-1] == "--tau must be from 0 to 1, not 7.0."  # no traceback
 
 
 def test_a_grid_is_not_written_over_a_run():
@@ -676,7 +652,7 @@ def test_a_grid_is_not_written_over_a_run():
 def test_presets_are_flat_and_so_is_config_yaml(preset):
     flags = [f"{PROJECT}/configs/{preset}.yaml", "--model", "tiny", "--backend", "local"]
     cfg = parse_config(search.Config, flags)
-    _, (_, where, _) = prepared(cfg)
+    _, where = prepared(cfg)
     assert where == Path(f"logs/search-{cfg.select}-titanic-tail-tiny-0")
     saved = read_mapping(where / "config.yaml")
     assert saved["nodes"] == cfg.nodes
@@ -684,66 +660,53 @@ def test_presets_are_flat_and_so_is_config_yaml(preset):
 
 
 @pytest.mark.parametrize("names", ["a", "a/cell"])
-@pytest.mark.parametrize("asked", ["auto", "local"])
-def test_what_was_left_open_means_what_the_run_has_used(no_daemon, names, asked):
+def test_what_was_left_open_means_what_the_run_has_used(no_daemon, names):
     """Docker may have started or stopped in between."""
     folder = Path("logs", names)
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("backend: docker\nmodel: there\n")
-    cfg = search_config(name="a", backend=asked)
-    store.keep_choices(cfg)
-    kept = "docker" if asked == "auto" else asked
-    assert (cfg.model.model, cfg.sandbox.backend) == ("there", kept)
-    cfg = search_config(name="a", model="tiny")
+    for asked, kept in (("auto", "docker"), ("local", "local")):
+        cfg = search_config(name="a", backend=asked)
+        store.keep_choices(cfg)
+        assert (cfg.model.model, cfg.sandbox.backend) == ("there", kept)
     with user_error("No Docker daemon answers at .* for --backend local choose another --name"):
-        prepared(cfg)
+        prepared(search_config(name="a", model="tiny"))
 
 
-def until(process, text):
-    """Waits until the process prints a line with this text."""
-    return next(line for line in process.stdout if text in line)
+def journals():
+    """The rows of each journal of the run x."""
+    return {path: read_rows(path) for path in Path("logs/x").rglob("journal.jsonl")}
 
 
-GRID = "--sampling-mode none tail --nodes 4 --max-turns 4 --workers 2"
-ROUNDS = "--sampling-mode none --nodes 12 --max-turns 3 --parents 2 --children 2"
+def nodes_are(count):
+    return lambda: sum(map(len, journals().values())) >= count
+
+
+COMMAND = "--task titanic --backend local --model tiny --name x --max-turns 3"
+GRID = "--sampling-mode none tail --nodes 4 --workers 2"
+ROUNDS = "--sampling-mode none --nodes 12 --parents 2 --children 2"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name, flags, moment", [("search.py", GRID, "2/4"), ("learn.py", ROUNDS, " 6/12 ")]
+    "name, flags, moment, rows", [("search.py", GRID, 3, [4, 4]), ("learn.py", ROUNDS, 6, [12])]
 )
-def test_the_stand_in_grows_a_tree_survives_kill_9_and_goes_on(name, flags, moment):
+def test_the_stand_in_grows_a_tree_survives_kill_9_and_goes_on(name, flags, moment, rows):
     """Real engine, sandboxes, graders: killed in the middle, resumed, called when finished."""
-    command = f"--task titanic --backend local --model tiny --name x {flags}".split()
-    process = script(*command, name=name)
-    until(process, moment)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    before = {path: path.read_bytes() for path in Path("logs/x").rglob("journal.jsonl")}
-    assert before
-    process = script(*command, name=name)
-    out, err = process.communicate(timeout=500)
-    assert process.returncode == 0, err
-    assert "\nresumed " in out
-    for path in Path("logs/x").rglob("journal.jsonl"):
-        text = before.get(path, b"")
-        whole = text[: text.rfind(b"\n") + 1]
-        assert path.read_bytes().startswith(whole)
-        assert len(read_rows(path)) == (4 if flags == GRID else 12)
-        assert f"\n{path.parent} " in out or flags != GRID  # a row of the table
-    begin = time.monotonic()
-    out, err = script(*command, name=name).communicate(timeout=60)
-    assert "was finished before: nothing was run" in out
-    assert time.monotonic() - begin < 20
+    command = f"{COMMAND} {flags}"
+    run_until(".", nodes_are(moment), name, command, signal.SIGKILL)
+    before = journals()
+    assert "\nresumed " in done(".", name, command)
+    after = journals()
+    assert all(after[path][: len(lines)] == lines for path, lines in before.items())
+    assert list(map(len, after.values())) == rows
+    assert "was finished before: nothing was run" in done(".", name, command)
 
 
 @pytest.mark.slow
 def test_ctrl_c_says_how_to_go_on():
-    process = script(*"--backend local --model tiny --nodes 12 --max-turns 4 --name x".split())
-    until(process, "1/12")
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    code, err = run_until(".", nodes_are(1), "search.py", COMMAND, signal.SIGINT)
+    assert code == 130
     assert "the same command continues" in err
     assert "Traceback" not in err
     assert read_mapping(Path("logs/x/result.json"))["status"] == "interrupted"
@@ -753,5 +716,5 @@ def test_a_journal_of_another_version_is_refused_with_one_sentence():
     run(nodes=2)
     journal = Path("logs/a/journal.jsonl")
     journal.write_text(journal.read_text().replace('"sampling_mode"', '"mode"'))
-    with user_error("another version of search.py .no 'sampling_mode'"):
+    with user_error("another version of search.py"):
         opened(nodes=3)

@@ -42,8 +42,7 @@ def put(t, parent, score, **more):
     return end(t, search.start(t, Choice(parent)), score, **more)
 
 
-def end(t, node, score, idea="", status="validated", kept=True):
-    node.idea = idea
+def end(t, node, score, status="validated", kept=True):
     node.status = status
     node.kept = kept and status != "fault"
     if score is not None:
@@ -77,15 +76,15 @@ def three(select, **config):
 def test_bfs_takes_the_first_nodes_in_level_order_whatever_finishes_first():
     """Failed nodes get children, too."""
     t = make("bfs", rule_args=("branching=2",), nodes=5)
-    first, second = [step(t) for _ in range(2)]
+    first, second = step(t), step(t)
     assert choose(t) is None  # nothing is finished
     end(t, second, 0.5)
     later = [step(t)]
     assert choose(t) is None  # 0.1.1 lies outside of the budget, 0.0.0 has to wait
     end(t, first, None)
-    later += [step(t) for _ in range(2)]
-    assert [node.id for node in later] == ["0.1.0", "0.0.0", "0.0.1"]
-    assert [node.op for node in later] == ["improve", "debug", "debug"]
+    later += step(t), step(t)
+    found = [(node.id, node.op) for node in later]
+    assert found == [("0.1.0", "improve"), ("0.0.0", "debug"), ("0.0.1", "debug")]
     assert choose(t) is None
 
 
@@ -102,8 +101,7 @@ def test_ucb_by_hand():
     choice = choose(t)
     bonus = 1.41 * math.sqrt(math.log(3) / 1)  # N = 3, n = 0
     assert choice.scores == pytest.approx({"0.0": 1 + bonus, "0.1": 0.5 + bonus})
-    assert choice.parent == "0.0"
-    assert choice.phase == "explore"
+    assert (choice.parent, choice.phase) == ("0.0", "explore")
     put(t, "0.0", 0.2)  # Q = 0.25: now the value of 0.0 is that of its child
     choice = choose(t)
     bonus = 1.41 * math.sqrt(math.log(4) / 2)
@@ -132,9 +130,7 @@ def test_trend_by_hand():
     put(t, "0.0", 1.0)
     put(t, "0.0.0", 0.75)
     # Q: 0, 0.5, 1, 0.75; steps 0.5, 0.5, -0.25 with weights 1, 2, 3
-    trend = (0.5 + 1.0 - 0.75) / 6
-    assert rules.trends(t)["0.0.0.0"] == pytest.approx(trend)
-    assert rules.trends(t)["0"] == 0
+    assert rules.trends(t)["0.0.0.0"] == pytest.approx((0.5 + 1.0 - 0.75) / 6)
 
 
 def test_open_ended_commits_to_a_rising_path_for_exactly_k_nodes():
@@ -181,8 +177,6 @@ def test_signals_by_hand():
     t = three("signals")
     for score in (0.2, 0.4):
         put(t, "0.1", score)
-    q, node = rules.quality(t), t.nodes["0.1"]
-    assert examples.spread_of_children(q, node) == pytest.approx(0.25 / math.sqrt(2))
     # normalised over 0.0, 0.1, 0.1.0, 0.1.1: regret 0, .5, .75, .5 and depth 1/2, 1/4, 1/3, 1/3
     scores = {"0.0": 1.0, "0.1": 2 / 3, "0.1.0": 4 / 3, "0.1.1": 1.0}
     assert choose(t).scores == pytest.approx(scores)
@@ -194,8 +188,7 @@ def test_mcts_counts_failures_as_the_worst():
     bonus = 0.25 * math.sqrt(math.log(4))
     scores = {"0.0": 1 + bonus, "0.1": 0.5 + bonus, "0.2": bonus}
     assert choice.scores == pytest.approx(scores)
-    assert choice.parent == "0.0"
-    assert search.start(t, choice).op == "improve"
+    assert search.start(t, choice).id == "0.0.0"
     for _ in range(2):
         put(t, "0.0", None)
     bonus = 0.25 * math.sqrt(math.log(7) / 4)
@@ -238,14 +231,10 @@ def test_evolution_prefers_the_fit_and_crosses():
     t = make("evolution", rule_args=("drafts=3", "crossover_prob=1", "population=2"))
     for score in (0.0, 1.0, 0.5):
         put(t, "0", score)
-    choices = [choose(t, seed) for seed in range(2000)]
-    parents = [choice.parent for choice in choices]
-    assert set(parents) == {"0.1", "0.2"}
-    for choice in choices:
-        assert {choice.parent, choice.second_parent} == {"0.1", "0.2"}
-    fitter = math.e / (math.e + math.exp(0.5))
-    assert parents.count("0.1") / 2000 == pytest.approx(fitter, abs=0.04)
-    assert search.start(t, choices[0]).op == "crossover"
+    choice = choose(t)
+    assert choice.scores == pytest.approx({"0.1": math.e, "0.2": math.exp(0.5)})
+    assert {choice.parent, choice.second_parent} == {"0.1", "0.2"}
+    assert search.start(t, choice).op == "crossover"
 
 
 def test_linear_is_a_chain():
@@ -307,15 +296,14 @@ def decisions_of(select, task, fail_share=0.5):
     """Decisions of a rule until its budget of 30 nodes is spent, for random scores whose sign turns
     with the task's.
     """
-    special = {"signals": ("spread_weight=1",), "bfs": ("branching=4",)}
-    t = make(select, task, nodes=30, rule_args=special.get(select, ()))
+    rule_args = ("branching=4",) if select == "bfs" else ()
+    t = make(select, task, nodes=30, rule_args=rule_args)
     rng = random.Random(7)
     decisions = []
     while choice := search.decide(t):
         decisions.append(replace(choice, reason=""))
         score = None if rng.random() < fail_share else rng.uniform(-1, 2)
-        idea = rng.choice(["ridge", "xgboost", "a network"])
-        put(t, choice.parent, score, idea=idea)
+        put(t, choice.parent, score)
     return decisions
 
 
@@ -413,9 +401,9 @@ UNREAD = {
 
 def test_replies():
     for reply, strategies in REPLIES.items():
-        assert prompts.parse(reply) == strategies, reply
+        assert prompts.parse(reply)[0] == strategies, reply
     for reply, count in UNREAD.items():
-        assert prompts.count_unread(reply) == count, reply
+        assert prompts.parse(reply)[1] == count, reply
 
 
 PROBABILITIES = (
@@ -452,7 +440,7 @@ def test_ten_thousand_hostile_replies():
     for _ in range(10_000):
         letters = map(chr, rng.choices(range(1, 0x500), k=40))
         reply = "".join(rng.choices([*parts, *letters], k=rng.randrange(100)))
-        for idea, p in prompts.parse(reply):
+        for idea, p in prompts.parse(reply)[0]:
             assert "\\" in reply or all(word in reply for word in re.findall(r"\w+", idea))
             assert len(idea) <= 300
             assert p is None or 0 <= p <= 1
@@ -460,5 +448,4 @@ def test_ten_thousand_hostile_replies():
     deep = ('{"text": ', "Strategy: a" + " (" * 10**5, '{"a":' + "[" * 5000 + "}")
     for reply in (*long, *(part * 100 for part in deep)):
         prompts.parse(reply)
-        prompts.count_unread(reply)
     assert time.monotonic() - start < 20

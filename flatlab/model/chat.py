@@ -24,11 +24,12 @@ class Sample:
     text: str  # for people and for the action extractor; never tokenised again
     stop_reason: str  # "stop" (the model ended its turn) or "length" (cut at max_tokens)
     version: int  # Policy.version when the request was sent
+    counted: int | None = None  # tokens, as an endpoint counts them
 
     @property
     def reply_tokens(self) -> int:
         """Number of tokens, for counts and budgets."""
-        return len(self.tokens)
+        return len(self.tokens) if self.counted is None else self.counted
 
 
 class ChatTokens:
@@ -71,11 +72,8 @@ class ChatTokens:
         if len(parts) != 4:
             raise UserError(f"The chat template of {model} does not show each message once.")
 
-        def first_token(text):
-            return next(iter(self._encode_frame(text)), None)
-
-        last = first_token(last)  # after the last reply
-        after = first_token(parts[2])  # after a reply that is followed by a message
+        # First tokens after the last reply, and after a reply that is followed by a message
+        last, after = [next(iter(self._encode_frame(text)), None) for text in (last, parts[2])]
         self.end_of_turn = self.tokenizer.eos_token_id
         self._closing = None
         if last in self._control or after in self.stop_tokens:

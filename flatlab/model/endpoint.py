@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import re
-from dataclasses import dataclass
 
 from flatlab.errors import UserError
 from flatlab.model.chat import Sample
@@ -27,15 +26,7 @@ TEXTS = ("text", "input_text", "output_text")  # kinds of parts of a message
 THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 LOCAL = "127.0.0.1,localhost"
 PIECE = 3  # characters; see Endpoint
-
-
-@dataclass(frozen=True)
-class Answer(Sample):
-    counted: int  # tokens, as the endpoint counts them
-
-    @property
-    def reply_tokens(self) -> int:
-        return self.counted
+RETRIES = 10  # of a request, with growing pauses or after the time in Retry-After
 
 
 def text_of(content) -> str:
@@ -103,8 +94,6 @@ class Endpoint:
     Args:
         url: address of the endpoint, with its /v1.
         context: tokens of prompt and reply together.
-        retries: number of times a request is repeated, with growing pauses or after the time that
-            the endpoint asks for (Retry-After).
         key: the one of the endpoint; if empty, that in $OPENAI_API_KEY.
     """
 
@@ -116,7 +105,6 @@ class Endpoint:
         model: str,
         context: int = 16384,
         temperature: float = 1.0,
-        retries: int = 10,
         key: str = "",
     ):
         import openai
@@ -129,7 +117,7 @@ class Endpoint:
         self.client = openai.AsyncOpenAI(
             base_url=url,
             api_key=key or os.environ.get("OPENAI_API_KEY") or "none",  # local servers take any
-            max_retries=retries,
+            max_retries=RETRIES,
             http_client=openai.DefaultAsyncHttpxClient(event_hooks={"response": [correct_status]}),
         )
         # Some endpoints take no seed, and some have another name for the limit (max_tokens).
@@ -165,7 +153,7 @@ class Endpoint:
             turns.append({"role": self.ROLES[tokens[start]], "content": content})
         return turns
 
-    async def sample(self, tokens: list[int], max_tokens: int, seed: int | None = None) -> Answer:
+    async def sample(self, tokens: list[int], max_tokens: int, seed: int | None = None) -> Sample:
         """One reply.
 
         Raises OverflowError if the endpoint finds the prompt too long, and UserError if it refuses
@@ -185,14 +173,10 @@ class Endpoint:
                 f"{self.url} does not answer like a chat endpoint: {answer[:200]} ({error})"
             ) from None
         reply = self.encode(text)
-        return Answer(
-            tokens=reply,
-            logprobs=[0.0] * len(reply),
-            text=text,
-            stop_reason="length" if is_cut else "stop",
-            version=0,
-            counted=int(counted) if counted.isdecimal() else len(reply),
-        )
+        logprobs = [0.0] * len(reply)
+        stop_reason = "length" if is_cut else "stop"
+        counted = int(counted) if counted.isdecimal() else None
+        return Sample(reply, logprobs, text, stop_reason, 0, counted)
 
     async def request(self, messages: list[dict], max_tokens: int, seed: int | None) -> str:
         """The body of the endpoint's answer. Raises as `sample` does."""
@@ -211,11 +195,10 @@ class Endpoint:
             text = " ".join(error.response.text.split())
             if error.status_code in (400, 413, 422) and TOO_LONG.search(text):
                 raise OverflowError(text[:300]) from None
-            if error.status_code == 400:
-                refused = {name for name in ("max_tokens", "seed") if name in text} & set(settings)
-                if refused:
-                    self.refused |= refused
-                    return await self.request(messages, max_tokens, seed)
+            refused = {name for name in ("max_tokens", "seed") if name in text} & set(settings)
+            if error.status_code == 400 and refused:
+                self.refused |= refused
+                return await self.request(messages, max_tokens, seed)
             raise UserError(
                 f"{error.response.extensions.get('said', '')}{self.url} refuses the request for "
                 f"model {self.model!r}: {error.status_code}, {text[:300]} (the API key is that of "

@@ -39,6 +39,7 @@ import sys
 import time
 from collections.abc import Collection
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
@@ -267,9 +268,8 @@ def open_run(
     # First, because a directory without it is not a run directory.
     text = yaml.safe_dump(new, sort_keys=False, allow_unicode=True)
     write_whole(path / "config.yaml", text)
-    for log in (path / "metrics.jsonl", path / "journal.jsonl"):
-        if log.exists():  # a crash may have cut its last line
-            os.truncate(log, log.read_bytes().rfind(b"\n") + 1)
+    for log in path.glob("*.jsonl"):  # a crash may have cut its last line
+        os.truncate(log, log.read_bytes().rfind(b"\n") + 1)
     (path / "episodes").mkdir(exist_ok=True)
     (path / "checkpoints").mkdir(exist_ok=True)
     command = shlex.join([Path(sys.executable).name, *sys.argv])
@@ -300,18 +300,15 @@ def continued_by(run: Run, before: dict, now: dict) -> list[str]:
     return [*codes, now["code"]]
 
 
+@dataclass
 class Run:
-    """One run directory, open for writing; made by open_run().
+    """One run directory, open for writing; made by open_run()."""
 
-    Each function in `trackers` gets every row, see trackers.py.
-    """
-
-    def __init__(self, directory: Path, config: dict, lock):
-        self.dir = directory
-        self.config = config
-        self.lock = lock
-        self.finished = False  # before this start: nothing is left to do
-        self.trackers = []
+    dir: Path
+    config: dict
+    lock: object  # open file
+    finished: bool = False  # before this start: nothing is left to do
+    trackers: list = field(default_factory=list)  # functions that get every row, see trackers.py
 
     def log(self, row: dict, file="metrics.jsonl"):
         """Appends one row, which is on the disk when this returns."""
@@ -331,10 +328,8 @@ class Run:
 
     def truncate_rows(self, step: int):
         """Removes the rows after the checkpoint's `step`."""
-        rows = self.rows()
-        kept = [row for row in rows if row.get("step", -1) <= step]
-        if kept != rows:
-            write_whole(self.dir / "metrics.jsonl", "".join(map(json_line, kept)))
+        kept = [json_line(row) for row in self.rows() if row["step"] <= step]
+        write_whole(self.dir / "metrics.jsonl", "".join(kept))
 
     def truncate_after(self, step: int):
         """On resume: removes the steps after the checkpoint's `step` (-1: all of them), with their

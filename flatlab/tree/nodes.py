@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 
 from flatlab.errors import UserError
@@ -67,7 +68,6 @@ class Node:
     grader_output: str = ""  # see Score; no prompt may hold it
     code: dict = field(default_factory=dict)  # file name -> text
     seconds: float = 0.0
-    elapsed: float = 0.0  # seconds of the whole search when this node ended
     tokens: int = 0  # sampled
     seed: int = 0
     kept: bool = False  # its files are in nodes/<order>.tar
@@ -136,18 +136,15 @@ class Tree:
         self.began: float | None = None  # clock of this process
         for row in run.rows("journal.jsonl"):
             try:
-                node = Node(**{name: row[name] for name in COLUMNS})
-            except KeyError as error:
+                node = Node(**row)
+            except TypeError:
                 raise UserError(
-                    f"{run.dir / 'journal.jsonl'} was written by another version of search.py (no "
-                    f"{error}): choose another --name."
+                    f"{run.dir / 'journal.jsonl'} was written by another version of search.py: "
+                    "choose another --name."
                 ) from None
             self.add(node)
             self.finished.append(node)
-        # of earlier processes; a search that had finished goes on with a larger budget
-        self.seconds_before = max((node.elapsed for node in self.finished), default=0.0)
-        if result.get("status") == "finished":
-            self.seconds_before = result["seconds"]  # also those without a node, at the end
+        self.seconds_before = result.get("seconds", 0.0)  # of earlier processes
         self.closed = run.finished  # complete, and its best node is scored on the test part
         self.chosen = self.nodes.get(result["tested_id"]) if self.closed else None
 
@@ -163,7 +160,7 @@ class Tree:
     @property
     def kept(self) -> list[Node]:
         """The scored nodes whose files are kept."""
-        return [node for node in self.finished if node.valid and node.kept]
+        return [node for node in self.scored if node.kept]
 
     @property
     def started(self) -> int:
@@ -172,24 +169,18 @@ class Tree:
 
     def start(self, choice: Choice, op: str, mark: str) -> Node:
         """Adds the node that was chosen; from now on the rules see it as running."""
+        place = 0
         # A search that was killed may have lost the nodes between others.
-        ids = (f"{choice.parent}.{number}" for number in itertools.count())
-        id = next(id for id in ids if id not in self.nodes)
+        while (id := f"{choice.parent}.{place}") in self.nodes:
+            place += 1
         decision = {
             "phase": choice.phase,
             "scores": dict(Counter(choice.scores).most_common(SCORES)),
             "reason": choice.reason,
         }
-        node = Node(
-            id,
-            choice.parent,
-            choice.second_parent,
-            order=self.started,
-            op=op,
-            mark=mark,
-            seed=seed_from(self.seed, id),
-            decision=decision | choice.notes,
-        )
+        parents = choice.parent, choice.second_parent
+        node = Node(id, *parents, self.started, op, mark, decision=decision | choice.notes)
+        node.seed = seed_from(self.seed, id)
         self.add(node)
         return node
 
@@ -209,17 +200,16 @@ class Tree:
         """Ends a node: copies what came of its episode into it, and writes both to the disk."""
         node.status = status_of(episode)
         score = episode.score
-        if score and score.valid:
+        node.valid = bool(score and score.valid)
+        if node.valid:
             node.score = score.value
             node.stderr = score.stderr
             node.improvement = improvement(score.value, self.task)
-            node.valid = True
         else:
             node.error = error_of(episode)
             node.grader_output = score.grader_output if score else ""
         tokens = b"" if self.cfg.url else episode.packed  # those of an endpoint are not the model's
         self.run.save_episodes(node.order, [episode.to_dict() | {"node": node.id}], tokens)
-        node.elapsed = self.elapsed()
         row = {name: getattr(node, name) for name in COLUMNS}
         self.run.log(row, "journal.jsonl")  # from here on it counts
         self.finished.append(node)
@@ -279,6 +269,7 @@ class Tree:
         return self.seconds_before + now
 
     def spent(self) -> str:
+        """See spent() below."""
         return spent(self.cfg, self.executed(), self.tokens(), self.elapsed())
 
 
@@ -328,8 +319,7 @@ def results(t: Tree) -> dict:
     value: of the best node, on the test part once that was scored. The keys of summary() are over
     all nodes but the faults.
     """
-    best = t.best()
-    has_best = best is not t.root
+    best = t.best() if t.scored else Node("")
     graded = [node for node in t.finished if node.status != "fault"]
     facts = {
         "kind": "search",
@@ -345,36 +335,36 @@ def results(t: Tree) -> dict:
         "tokens": t.tokens(),
         "seconds": t.elapsed(),
         "stopped_by": t.spent(),
-        "best_id": best.id if has_best else None,
-        "best_score": best.score if has_best else None,
-        "best_stderr": best.stderr if has_best else None,
+        "best_id": best.id or None,
+        "best_score": best.score,
+        "best_stderr": best.stderr,
         "split": t.task.splits[0],
         "selected_on_test": t.task.selected_on_test,
         **summary([node.improvement for node in graded], t.task),
         **hidden_results(t),
     }
     shown = facts["test_improvement"] if facts["tested_id"] else best.improvement
-    return {"value": value_of(shown if has_best else None)} | facts
+    return {"value": value_of(shown)} | facts
 
 
 def hidden_results(t: Tree) -> dict:
     """Facts about the chosen node on the parts that the search does not see: None before the end
     and without a valid node. A score is also None if that part refuses the node.
     """
-    node = t.chosen if t.chosen is not t.root else None
-    parts = t.hidden_scores.get(node.id, {}) if node else {}
+    node = t.chosen or t.root
+    parts = t.hidden_scores.get(node.id, {})
     test = parts.get(t.task.splits[-1], {})
-    if node and len(t.task.splits) == 1:
+    has_test = len(t.task.splits) > 1
+    if not has_test and node is not t.root:
         test = {"score": node.score, "stderr": node.stderr}
     score = test.get("score")
-    is_hidden = score is not None and len(t.task.splits) > 1
     return {
         "tested_id": node.id if test else None,
         "selection_score": parts.get("selection", {}).get("score"),
         "test_score": score,
         "test_stderr": test.get("stderr"),
         "test_improvement": None if score is None else improvement(score, t.task),
-        "test_minus_validation": score - node.score if is_hidden else None,
+        "test_minus_validation": score - node.score if has_test and score is not None else None,
         "test_reads": t.test_reads(),
     }
 
@@ -398,15 +388,8 @@ def open_trees(cfg, tasks: list, rule, path) -> tuple[list[Tree], Path]:
         cell = {"task": task.name, "sampling_mode": mode, "seed": seed}
         directory = where / f"{task.name}-{mode}-{seed}" if is_grid else where
         digests = [prompts, task.digest()]
-        run = begin_run(
-            cfg,
-            digests,
-            path,
-            lambda run: is_finished(run, cfg),
-            directory,
-            name=directory.name,
-            **cell,
-        )
+        has_ended = partial(is_finished, cfg=cfg)
+        run = begin_run(cfg, digests, path, has_ended, directory, name=directory.name, **cell)
         t = Tree(task, mode, seed, cfg, run, rule)
         if not t.closed:
             (run.dir / "nodes").mkdir(exist_ok=True)

@@ -12,6 +12,7 @@ import copy
 import json
 import math
 import re
+from dataclasses import dataclass
 
 from flatlab.task.definition import Task
 
@@ -25,26 +26,17 @@ def about(texts, task: Task, machine: dict, nodes_left: int | None = None, nodes
 
     machine: what machine_facts() tells about one; {} if the texts do not use it.
     """
-    shown = list(task.public.items())[:FILES]
-    files = [(name, first_line(path)) for name, path in shown]
+    files = []
+    for name, path in list(task.public.items())[:FILES]:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            line = file.readline(400)
+        files.append((name, "" if "\0" in line else line[:80].strip()))
     limits = ""
     if machine:
         packages = machine["packages"][:NAMED_PACKAGES]
         limits = texts.fill("limits", **machine | {"packages": packages})
-    return texts.fill(
-        "about",
-        task=task,
-        files=files,
-        limits=limits,
-        nodes_left=nodes_left,
-        nodes=nodes,
-    )
-
-
-def first_line(path) -> str:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        line = file.readline(400)
-    return "" if "\0" in line else line[:80].strip()
+    facts = {"files": files, "limits": limits, "nodes_left": nodes_left, "nodes": nodes}
+    return texts.fill("about", task=task, **facts)
 
 
 def ask(texts, about: str, parent, siblings: list, summary: str = "", **wanted) -> str:
@@ -53,8 +45,8 @@ def ask(texts, about: str, parent, siblings: list, summary: str = "", **wanted) 
     siblings: the other children of the parent. wanted: mode, k, tau.
     """
     tried = [node for node in siblings if node.idea][-SIBLINGS:]
-    shown = {"summary": summary, "parent": parent, "tried": tried}
-    return texts.fill("strategies", about=about, **shown, **wanted)
+    wanted |= {"summary": summary, "parent": parent, "tried": tried}
+    return texts.fill("strategies", about=about, **wanted)
 
 
 def clip(text: str, limit: int) -> str:
@@ -70,18 +62,15 @@ def situation(texts, node, parents: list, limit: int, summary: str = "") -> str:
     parents: the nodes it builds on (none for a draft); of their code and errors it is shown at most
     about `limit` characters, and nothing of their conversations.
     """
-    shown = [clipped(parent, limit // len(parents)) for parent in parents]
+    shown = []
+    for parent in map(copy.copy, parents):
+        count = len(parent.code) + (not parent.valid)
+        share = limit // len(parents) // max(1, count)
+        parent.code = {name: clip(text.strip(), share) for name, text in parent.code.items()}
+        parent.error = clip(parent.error, share)
+        shown.append(parent)
     phase = node.decision.get("phase")
     return texts.fill("node", summary=summary, parents=shown, node=node, phase=phase)
-
-
-def clipped(node, limit: int):
-    """A copy of a parent with about `limit` characters of code and error."""
-    share = limit // max(1, len(node.code) + (not node.valid))
-    shown = copy.copy(node)
-    shown.code = {name: clip(text.strip(), share) for name, text in node.code.items()}
-    shown.error = clip(node.error, share)
-    return shown
 
 
 def summary_of_tree(texts, nodes: list) -> str:
@@ -118,12 +107,12 @@ async def reply_to(t, node, talk: list[dict], seed: int) -> str:
     return ""
 
 
+@dataclass
 class CountingPolicy:
     """The policy as a node uses it: the node's token count grows while it still runs."""
 
-    def __init__(self, policy, node):
-        self.policy = policy
-        self.node = node
+    policy: object
+    node: object
 
     def __getattr__(self, name):
         return getattr(self.policy, name)
@@ -140,31 +129,26 @@ REPLY_CHARS = 20_000  # what follows in a reply is not read
 IDEA_CHARS = 300
 
 
-def parse(text: str) -> list[tuple[str, float | None]]:
-    """(strategy, stated probability or None) of each strategy in a reply.
+def parse(text: str) -> tuple[list[tuple[str, float | None]], int]:
+    """(strategy, stated probability or None) of each strategy in a reply, and the number of those
+    whose JSON is damaged or cut off.
 
     Reads JSON objects or, if these hold no strategies, lines. A reply without strategies gives [].
     Duplicates and repeated templates ("<one sentence>") are dropped. Nothing raises an error.
     """
-    for read in (in_json, in_lines):
+    text = text.rsplit("</think>", 1)[-1][:REPLY_CHARS]
+    objects = list(in_json(text))
+    unread = sum(not idea for idea, _ in objects)
+    for found in (objects, in_lines(text)):
         ideas = {}
-        for idea, stated in read(answer_in(text)):
+        for idea, stated in found:
             idea = " ".join(idea.split())[:IDEA_CHARS].strip("*\"'- ")
             key = same(idea)
             if key and not idea.startswith("<"):
                 ideas.setdefault(key, (idea, probability(stated)))
         if ideas:
-            return list(ideas.values())
-    return []
-
-
-def count_unread(text: str) -> int:
-    """Number of strategies in a reply whose JSON is damaged or cut off."""
-    return sum(not idea for idea, _ in in_json(answer_in(text)))
-
-
-def answer_in(text: str) -> str:
-    return text.rsplit("</think>", 1)[-1][:REPLY_CHARS]
+            break
+    return list(ideas.values()), unread
 
 
 def same(idea: str) -> str:

@@ -22,9 +22,10 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
-from flatlab.errors import UserError
+from flatlab.errors import UserError, finite
 from flatlab.tree.nodes import Choice, Node, Tree
 
 
@@ -53,12 +54,9 @@ class Rule:
                 raise UserError(f"--rule-args {text}: rule {name} has no {key!r}; it has {names}.")
             kind = type(values[key])
             lowest = 1 if kind is int else 0
-            try:
-                values[key] = kind(value)
-            except ValueError:
-                values[key] = math.nan
-            if not lowest <= values[key] < math.inf:
-                raise UserError(f"--rule-args {text}: {key} must be a number of at least {lowest}.")
+            with suppress(ValueError):
+                value = kind(value)
+            values[key] = kind(finite(f"--rule-args {key}", value, lowest))
         return values
 
 
@@ -95,21 +93,16 @@ def failed_leaf(t: Tree, rng, probability: float) -> Choice | None:
     """With this probability a failed leaf, drawn at random, for debugging. Its files are kept, and
     it ends at most DEBUG_DEPTH failures in a row.
     """
-    leaves = [n for n in t.finished if n.kept and not n.valid and not n.children]
-    leaves = [node for node in leaves if not t.given_up(node)]
+    failed = [n for n in t.finished if n.kept and not n.valid]
+    leaves = [n for n in failed if not (n.children or t.given_up(n))]
     if leaves and rng.random() < probability:
         reason = f"one of {len(leaves)} failed leaves, drawn for debugging"
         return Choice(rng.choice(leaves).id, reason=reason)
     return None
 
 
-def values_and_bonuses(
-    t: Tree,
-    drafts: int,
-    c: float,
-    trend_weight: float = 0.0,
-) -> dict[str, tuple[float, float]]:
-    """Two numbers for each candidate: the best Q among the children, and the bonus
+def values_and_bonuses(t: Tree, drafts: int, c: float, trend_weight: float = 0.0) -> dict:
+    """Two numbers for the id of each candidate: the best Q among the children, and the bonus
     c sqrt(ln N / (n + 1)) + trend_weight max(trend, 0); the + 1 is the visit of the node itself.
     """
     q = quality(t)
@@ -150,15 +143,15 @@ def draw(rng, weights: dict[str, float]) -> str:
     return rng.choices(list(weights), list(weights.values()))[0]
 
 
-def explore_or_exploit(parts: dict, pick: Callable = arg_max) -> Choice | None:
-    """The candidate that `pick` takes by value + bonus. parts: what values_and_bonuses returns.
+def explore_or_exploit(parts: dict) -> Choice | None:
+    """The candidate with the highest value + bonus. parts: what values_and_bonuses returns.
 
     The phase is "explore" if the bonus is larger than the value, else "exploit".
     """
     if not parts:
         return None
     scores = {id: value + bonus for id, (value, bonus) in parts.items()}
-    id = pick(scores)
+    id = arg_max(scores)
     value, bonus = parts[id]
     phase = "explore" if bonus > value else "exploit"
     return Choice(id, phase, f"bonus {bonus:.3g} against value {value:.3g}", scores)
@@ -190,8 +183,7 @@ def open_ended(t, rng, drafts=3, c=1.41, trend_weight=0.5, commitment=2):
             reason = f"committed to this path for {left} more"
             return Choice(last.id, "explore", reason, notes={"commit": left - 1})
     choice = explore_or_exploit(values_and_bonuses(t, drafts, c, trend_weight))
-    # At most one commitment at a time, one that is still running included.
-    still_running = left and not last.status
+    still_running = left and not last.status  # at most one commitment at a time
     if choice and not still_running and trends(t)[choice.parent] > 0:
         choice.notes = {"commit": commitment}
     return choice
@@ -332,8 +324,6 @@ def finalists(t: Tree) -> list[Node]:
     The best ones by validation first, and of equal ones those with fewer tokens, then the earlier.
     """
     best = t.best()
-    if best is t.root:
-        return []
     error = best.stderr or 0.0
     near = [node for node in t.kept if abs(best.score - node.score) <= error]
     near.sort(key=lambda node: (-node.improvement, node.tokens, node.order))
