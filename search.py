@@ -139,7 +139,7 @@ MODES = {
 
 def sampling_mode(t: Tree, node: Node) -> str:
     """Mode in which the strategy of this node is asked for, a key of MODES."""
-    if not (OPERATORS[node.op].asks and t.rule.uses_strategies):
+    if not OPERATORS[node.op].asks:
         return "none"
     parent = t.nearest_kept(node.parent)
     if node.decision["phase"] == "exploit" and parent.idea:

@@ -73,7 +73,8 @@ class ChatTokens:
             raise UserError(f"The chat template of {model} does not show each message once.")
 
         # First tokens after the last reply, and after a reply that is followed by a message
-        last, after = [next(iter(self._encode_frame(text)), None) for text in (last, parts[2])]
+        endings = map(self._encode_frame, (last, parts[2]))
+        last, after = [next(iter(tokens), None) for tokens in endings]
         self.end_of_turn = self.tokenizer.eos_token_id
         self._closing = None
         if last in self._control or after in self.stop_tokens:

@@ -90,5 +90,8 @@ def step_of(row: dict) -> int:
 
 def scalars(row: dict) -> dict[str, float]:
     """The numbers of a row that can be drawn as curves."""
-    names = row.keys() - {"step", "order", "time"}
-    return {name: row[name] for name in names if number(row[name]) is not None}
+    numbers = {}
+    for key, value in row.items():
+        if key not in ("step", "order", "time") and number(value) is not None:
+            numbers[key] = value
+    return numbers
