@@ -33,6 +33,7 @@ from flatlab.train.batch import Group
 from flatlab.train.job import Job
 from flatlab.view import console, suite
 from flatlab.view.reader import read_run
+from flatlab.world import texts
 from flatlab.world.episode import Episode, run_episode
 from policy import choose_model, default_name, model_name, open_engine
 
@@ -143,6 +144,26 @@ def is_finished(run, cfg: Config) -> bool:
     return result.get("status") == "finished" and result["n"] + result["faults"] >= cfg.episodes
 
 
+def leave_out_long(policy, tasks: list, cfg: Config, left_out: dict) -> tuple[list, int]:
+    """The tasks whose first message fits into the context, and the number of their episodes; the
+    others are added to left_out. Raises UserError if there is none.
+    """
+    fitting = []
+    for task in tasks:
+        with env.Env(task, cfg.sandbox) as world:
+            world.restart()
+            facts = texts.episode_facts(world, cfg.episode)
+            try:
+                texts.first_messages(world, cfg.episode, facts, policy)
+                fitting.append(task)
+            except UserError as error:
+                left_out[task.name] = str(error)
+                print(f"left out {task.name}: {error}")
+    if not fitting:
+        raise UserError("The first message of every task is too long: choose a larger --context.")
+    return fitting, cfg.episodes * len(fitting) // len(tasks)
+
+
 def seeds_of(cfg: Config, model: str | None, models: int) -> list[tuple]:
     """The config of each seed, with the name of its run, and the path of the model. models: their
     number.
@@ -189,6 +210,9 @@ def evaluate_model(cfg: Config, path, policy):
             tokens = most * cfg.episode.max_reply_tokens
             print(f"plan     {cfg.episodes} episodes, at most {most} replies and {tokens} tokens")
             policy = policy or open_engine(cfg, path, cfg.seed, cfg.concurrency)
+            if cfg.suite:
+                tasks, cfg.episodes = leave_out_long(policy, tasks, cfg, left_out)
+                run.result(left_out=left_out)
             asyncio.run(evaluate(policy, tasks, cfg, run))
     console.outcome(run.dir)
     return run.dir, policy

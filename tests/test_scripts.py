@@ -246,8 +246,8 @@ def played(monkeypatch):
         return Episode(world.task.name, seed, score=validation, test_score=test)
 
     monkeypatch.setattr(evaluate, "run_episode", run_episode)
-    engine = SimpleNamespace(close=lambda: None)
-    monkeypatch.setattr(evaluate, "open_engine", lambda *_: tries.engines.append(1) or engine)
+    engine = SimpleNamespace(close=lambda: None, encode=str.split, context=2048)
+    monkeypatch.setattr(evaluate, "open_engine", lambda *_: tries.engines.append(engine) or engine)
     return tries
 
 
@@ -312,6 +312,25 @@ def test_seeds_are_runs_on_one_engine_and_are_compared(here, played):
     assert len(played.engines) == 1
     assert [read_mapping(Path(f"logs/a-{n}/config.yaml"))["seed"] for n in (1, 2)] == [1, 2]
     assert "\ntitanic, evaluation\n" in out
+
+
+def test_a_task_whose_first_message_is_too_long_is_left_out_of_a_suite(here, played, monkeypatch):
+    Path("suite.yaml").write_text("settings: {task: [titanic, digits], attempts: 2}\n")
+    long = "too long " * 1000
+    real = evaluate.texts.first_messages
+
+    def first_messages(world, options, facts, policy):
+        if world.task.name == "titanic":
+            world.task = replace(world.task, prompt=long)
+            facts |= {"task": world.task}
+        return real(world, options, facts, policy)
+
+    monkeypatch.setattr(evaluate.texts, "first_messages", first_messages)
+    code, out, _ = here("--suite suite.yaml --name a")
+    assert code == 0
+    assert "left out titanic: The first message of task titanic has" in out
+    assert result_of("a/tiny")["n"] == 2
+    assert result_of("a/tiny")["left_out"].keys() == {"titanic"}
 
 
 def test_a_suite_of_two_models_goes_on_and_stands_beside_published_ones(
