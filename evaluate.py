@@ -35,7 +35,7 @@ from flatlab.view import console, suite
 from flatlab.view.reader import read_run
 from flatlab.world import texts
 from flatlab.world.episode import Episode, run_episode
-from policy import choose_model, default_name, model_name, open_engine
+from policy import check_one_model, choose_model, default_name, model_name, open_engine
 
 FIRST_SEED = -(10**12)  # of the episodes with --seed 0; those of training are never that low
 
@@ -44,7 +44,9 @@ FIRST_SEED = -(10**12)  # of the episodes with --seed 0; those of training are n
 class Config:
     """None stands for the default that the comment names; 0 is zero."""
 
-    name: str | None = None  # run directory logs/<name>; default: <script>-<task>-<model>-<seed>
+    # run directory logs/<name>, with several seeds logs/<name>-<seed>; default:
+    # <script>-<task>-<model>-<seed>
+    name: str | None = None
     seed: tuple[int, ...] = (0,)  # seeds of sampling: a run each, one after the other
     suite: str | None = None  # name in configs/suites or a file: its values replace the defaults
     attempts: int | None = None  # episodes of each task, in place of --episodes
@@ -178,6 +180,7 @@ def seeds_of(cfg: Config, model: str | None, models: int) -> list[tuple]:
         if needs_folder:
             own.name += f"/{model_name(own)}"
         plan.append((own, choose_model(own, own.url)))
+    check_one_model([own for own, _ in plan])
     return plan
 
 
@@ -209,7 +212,8 @@ def evaluate_model(cfg: Config, path, policy):
             most = cfg.episodes * cfg.episode.max_turns
             tokens = most * cfg.episode.max_reply_tokens
             print(f"plan     {cfg.episodes} episodes, at most {most} replies and {tokens} tokens")
-            policy = policy or open_engine(cfg, path, cfg.seed, cfg.concurrency)
+            if cfg.url or not policy:  # connections of an endpoint are of one event loop
+                policy = open_engine(cfg, path, cfg.seed, cfg.concurrency)
             if cfg.suite:
                 tasks, cfg.episodes = leave_out_long(policy, tasks, cfg, left_out)
                 run.result(left_out=left_out)

@@ -69,7 +69,7 @@ from flatlab.train.job import (
 )
 from flatlab.view import console
 from flatlab.world.episode import play, run_episode
-from policy import Policy, choose_model, default_name, lora_settings
+from policy import Policy, check_one_model, choose_model, default_name, lora_settings
 
 # ================================== the idea: edit here ==================================
 
@@ -280,7 +280,9 @@ LOSSES = {
 class Config:
     """None stands for the default that the comment names; 0 is zero."""
 
-    name: str | None = None  # run directory logs/<name>; default: <script>-<task>-<model>-<seed>
+    # run directory logs/<name>, with several seeds logs/<name>-<seed>; default:
+    # <script>-<task>-<model>-<seed>
+    name: str | None = None
     # seeds of sampling, initial adapter and choice of tasks: a run each, one after the other
     seed: tuple[int, ...] = (0,)
     # training steps; a larger number continues a finished run
@@ -507,8 +509,7 @@ def update(policy, optimizer, groups: list[Group], cfg: Config, job) -> dict:
         for part, kl_weight in zip(parts, kl_weights):
             micro_loss(policy, part, cfg, meter, epoch, kl_weight).backward()
             stop_if_interrupted()
-        differences = job.ranks.gather(meter.mean("logprob_diff"))
-        agrees = all(difference <= policy.diff_limit for difference in differences)
+        agrees = all(job.ranks.gather(meter.mean("logprob_diff") <= policy.diff_limit))
         job.ranks.sum_gradients(policy.parameters())
         grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM).item()
         if agrees and grad_norm <= SKIP_GRAD_NORM:  # False for NaN
@@ -745,9 +746,11 @@ def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train) -
     # The timeout covers waiting for the slowest rank; a rank that died is noticed at once.
     ranks = join(timeout=24 * 3600)
     seeds = [(own, Job(ranks)) for own in options.each_seed(cfg)]
+    for own, _ in seeds:
+        own.name = own.name or default_name(script, own)
+        choose_model(own)
+    check_one_model([own for own, _ in seeds])
     prepared = [(own, job, *prepare(own, script, job)) for own, job in seeds]
-    if len({own.model.model for own, *_ in prepared}) > 1:
-        raise UserError("The runs of these seeds have different models: choose one with --model.")
     policy = None  # one engine for all of them
     for own, job, tasks, path, why in prepared:
         run = job.run
@@ -765,11 +768,12 @@ def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train) -
                 asyncio.run(train(policy, tasks, own, job))
         if run:
             console.farewell(run)
-    if len(prepared) > 1 and ranks.rank == 0:
-        console.compare([job.run.dir for _, job in seeds])
-    stopped = [job.stopped for _, job in seeds if job.stopped]
+    with_steps = [job.run.dir for _, job in seeds if job.run and job.run.rows()]
+    if len(with_steps) > 1:
+        console.compare(with_steps)
+    stopped = [f"logs/{own.name} stopped: {job.stopped}" for own, job in seeds if job.stopped]
     if stopped and ranks.world == 1:
-        sys.exit(f"stopped: {stopped[0]}")  # not with torchrun, which would restart the job
+        sys.exit("\n".join(stopped))  # not with torchrun, which would restart the job
 
 
 def load_policy(policy_class, cfg: Config, path, job) -> Policy:

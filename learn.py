@@ -58,6 +58,7 @@ async def learn(trees: list[Tree], policy, cfg: Config) -> None:
     if policy.path.adapter:  # the row's kl is against it; the loss has no KL term
         policy.set_reference(policy.path.adapter)
     micro_tokens = policy.fit_micro_tokens()
+    await policy.verify()
     adapter = [p.detach().clone() for p in policy.parameters()]
     for t in trees:
         await search.begin(t, policy)
@@ -80,7 +81,8 @@ async def grow(t: Tree, slots: asyncio.Semaphore, micro_tokens: int) -> None:
     policy.sync()
     policy.version = rounds  # the number of updates
     # There is no KL term, and replies that were cut at the length limit carry no gradient.
-    cfg = grpo.Config(credit="complete", kl=0.0, episode=t.cfg.episode, micro_tokens=micro_tokens)
+    cfg = grpo.Config(seed=t.seed, credit="complete", kl=0.0, episode=t.cfg.episode)
+    cfg.micro_tokens = micro_tokens
     while picked := start_round(t):
         playing = []
         async with asyncio.TaskGroup() as together:
@@ -88,6 +90,7 @@ async def grow(t: Tree, slots: asyncio.Semaphore, micro_tokens: int) -> None:
                 playing.append([together.create_task(play(t, node, slots)) for node in nodes])
         groups = [group_of(t, number, tasks) for number, tasks in enumerate(playing)]
         row = row_of(t, sum(picked, []), groups)
+        job.step = policy.version
         row |= await in_trainer(grpo.update, policy, optimizer, groups, cfg, job)
         policy.sync()
         if row.get("skipped"):
@@ -167,6 +170,8 @@ def alarms(row: dict, rows: list[dict]) -> list[str]:
     """Sentences about what is wrong with a round. rows: those before it. A policy that decays
     shows in the share of valid nodes first.
     """
+    if row.get("skipped"):
+        return ["the update was skipped: see logprob_diff_mean and grad_norm of the row"]
     shares = [r["valid_share"] for r in [*rows, row]]
     if len(shares) > 2 and max(shares[-2:]) < shares[0] / 2:
         return [

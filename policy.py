@@ -111,6 +111,14 @@ def choose_model(cfg, url: str | None = None) -> ModelPath | None:
     return path
 
 
+def check_one_model(configs: list) -> None:
+    """Raises UserError if the runs of several seeds, which share an engine, have several models."""
+    if len({cfg.model.model for cfg in configs}) > 1:
+        raise UserError(
+            "The runs of these seeds have different models: give each seed a command of its own."
+        )
+
+
 def open_engine(cfg, path: ModelPath | None, seed: int, max_batch: int):
     """Opens a Policy that is not trained, or for --url an Endpoint, which has its sample()."""
     if cfg.url:
@@ -623,7 +631,8 @@ class Policy(Engine, Trainer):
         except (AttributeError, KeyError, RuntimeError, ValueError) as error:
             reason = error
         print(
-            f"base weights cannot be shared ({reason}): engine and trainer have a copy each",
+            f"base weights cannot be shared ({reason}): engine and trainer have a copy each; if "
+            "the second one does not fit, set --gpu-memory 0.5",
             file=sys.stderr,
         )
         return False

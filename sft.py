@@ -28,7 +28,7 @@ from flatlab.train.batch import TrainSequence, column, micro_batches, sequences_
 from flatlab.train.job import Job
 from flatlab.view import console
 from flatlab.world.episode import Episode, History
-from policy import Policy, choose_model, default_name, lora_settings
+from policy import Policy, check_one_model, choose_model, default_name, lora_settings
 from tasks import load_task
 
 EPISODES_PER_UPDATE = 8
@@ -51,7 +51,9 @@ class Config:
     """None stands for the default that the comment names; 0 is zero."""
 
     runs: tuple[str, ...] = ()  # run directories of grpo.py or search.py, logs/<run>, to imitate
-    name: str | None = None  # run directory logs/<name>; default: <script>-<task>-<model>-<seed>
+    # run directory logs/<name>, with several seeds logs/<name>-<seed>; default:
+    # <script>-<task>-<model>-<seed>
+    name: str | None = None
     # seeds of the initial adapter and of the order of episodes: a run each, one after the other
     seed: tuple[int, ...] = (0,)
     share: float = 0.25  # fraction of the episodes above the baseline, best first
@@ -218,7 +220,7 @@ def prepare(cfg: Config):
     imitated = content_key(*map(replies_of, transcripts))
     if run.rows() and run.results()["imitated"] != imitated:
         raise UserError(f"The best episodes of --runs are others than {run.dir} imitates.")
-    run.result(imitated=imitated, **metrics.first_results(tasks, "imitation"))
+    run.result(imitated=imitated)
     return run, tasks, path, transcripts
 
 
@@ -226,12 +228,18 @@ def main() -> None:
     cfg = cli.parse_config(Config, sys.argv[1:])
     options.check_values(cfg)
     policy = None  # one engine for all seeds
-    prepared = [(own, *prepare(own)) for own in options.each_seed(cfg)]
+    seeds = options.each_seed(cfg)
+    for own in seeds:
+        own.name = own.name or default_name(SCRIPT, own)
+        choose_model(own)
+    check_one_model(seeds)
+    prepared = [(own, *prepare(own)) for own in seeds]
     for own, run, tasks, path, transcripts in prepared:
         if run.finished:
             print(f"{run.dir} was finished before: nothing was run.")
         else:
             with store.recorded_end([run], f"{run.dir} after its last update"):
+                run.result(**metrics.first_results(tasks, "imitation"))
                 console.first_lines(own, tasks, path)
                 policy = policy or Policy(path, own.model, 0, 8, own.lora_rank)
                 policy.reset(own.seed)

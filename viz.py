@@ -167,20 +167,33 @@ def step_summary(rows: list[dict]) -> str:
 # ------------------------------------------------------------------ start
 
 
+def transcripts_text(run: RunData, options: Options) -> list[str]:
+    """Texts of the transcripts that the options ask for."""
+    parts = []
+    if options.list or options.step is not None:
+        parts.append(f"{tables.heading(run)}\n\n{list_text(run, options.step)}")
+    if options.episode:
+        parts.append(show(pick(run, options.episode)))
+    if options.best:
+        parts.append(show(best_of(run)))
+    return parts
+
+
 def main(options: Options):
     runs, errors = find_runs(options.runs)
     if not (runs or options.suite):
         raise UserError("\n".join(errors) or "Name run directories: python viz.py logs/<run>")
-    for sentence in errors:
-        print(sentence, file=sys.stderr)
     parts = []
     for run in runs:
-        if options.list or options.step is not None:
-            parts.append(f"{tables.heading(run)}\n\n{list_text(run, options.step)}")
-        if options.episode:
-            parts.append(show(pick(run, options.episode)))
-        if options.best:
-            parts.append(show(best_of(run)))
+        try:
+            parts += transcripts_text(run, options)
+        except UserError as error:
+            errors.append(str(error))
+    wants_text = options.list or options.episode or options.best or options.step is not None
+    if wants_text and not parts:
+        raise UserError("\n".join(errors))
+    for sentence in errors:
+        print(sentence, file=sys.stderr)
     if parts:
         return say("\n\n".join(parts))
     # the folder that all of them are in

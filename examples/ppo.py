@@ -150,8 +150,7 @@ def update(policy, optimizer, groups: list, cfg: Config, job) -> dict:
     for part in micro_batches(batch, cfg.micro_tokens, policy.packs):
         micro_loss(policy, part, cfg, meter).backward()
         stop_if_interrupted()
-    differences = job.ranks.gather(meter.mean("logprob_diff"))
-    agrees = all(difference <= policy.diff_limit for difference in differences)
+    agrees = all(job.ranks.gather(meter.mean("logprob_diff") <= policy.diff_limit))
     job.ranks.sum_gradients(policy.parameters())
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grpo.MAX_GRAD_NORM).item()
     is_sound = agrees and norm <= grpo.SKIP_GRAD_NORM  # False for NaN

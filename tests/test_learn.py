@@ -141,6 +141,7 @@ def test_a_valid_share_below_half_of_the_first_for_two_rounds_is_an_alarm():
     assert learn.alarms({"valid_share": 0.5}, rows) == []
     assert learn.alarms({"valid_share": 0.1}, rows[:1]) == []
     assert "below half" in learn.alarms({"valid_share": 0.2}, rows)[0]
+    assert "skipped" in learn.alarms({"valid_share": 0.5, "skipped": 1}, rows)[0]
 
 
 def test_replies_that_were_cut_carry_no_gradient(policy):

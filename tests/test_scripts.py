@@ -314,6 +314,14 @@ def test_seeds_are_runs_on_one_engine_and_are_compared(here, played):
     assert "\ntitanic, evaluation\n" in out
 
 
+def test_seeds_of_one_command_have_one_model(here, played):
+    shutil.copytree(PROJECT / "configs/tiny", "other")
+    assert here("--task titanic --name a-0 --episodes 1 --model other")[0] == 0
+    code, _, err = here("--task titanic --name a --episodes 1 --seed 0 1")
+    assert code == 2
+    assert err.startswith("The runs of these seeds have different models")
+
+
 def test_a_task_whose_first_message_is_too_long_is_left_out_of_a_suite(here, played, monkeypatch):
     Path("suite.yaml").write_text("settings: {task: [titanic, digits], attempts: 2}\n")
     long = "too long " * 1000
@@ -373,12 +381,13 @@ def test_an_endpoint_is_evaluated(here):
         return 200, completion(replies[said]), {}
 
     with chat_server(answer) as url:
-        code, _, err = here(f"--task titanic --name a --episodes 2 --model m --url {url}")
-    assert code == 0, err
-    result = result_of()
+        flags = f"--task titanic --name a --episodes 2 --model m --url {url} --seed"
+        code, _, err = here(f"{flags} 0 1")  # each seed has an event loop of its own
+        assert code == 0, err
+    result = result_of("a-1")
     assert (result["n"], result["valid_share"], result["tokens"]) == (2, 1, 2 * 2 * 7)
     assert result["value"] == result["test_value_mean"] > 0
-    assert not list(Path("logs/a").rglob("*.tokens*"))  # its tokens are not the model's
+    assert not list(Path("logs/a-1").rglob("*.tokens*"))  # its tokens are not the model's
     code, _, err = here("--task titanic --url http://localhost:1/v1")
     assert code == 2
     assert err == "--url needs --model: the name that the endpoint knows.\n"

@@ -85,7 +85,6 @@ def gpu_needs(
     }
     if rank:
         needs["LoRA with AdamW"] = 16 * rank * layers * (11 * hidden + 3 * inner_size(config))
-        layers = config.get_text_config().num_hidden_layers
         needs["training pass"] = bytes_needed(tokens, config, element_size, layers)
     return needs
 
@@ -109,13 +108,14 @@ def fit_cache(least: int, wanted: int, needs: dict[str, int], room: int) -> int:
 
     Raises UserError if that is less than `least`, the cache of one context.
     """
+    hint = ", or set --gpu-memory" if needs else ""
     needs = needs | {"KV cache of one context": least}
     total = sum(needs.values())
     if total > room:
         parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in needs.items())
         raise UserError(
             f"The model does not fit: it needs {total / 2**30:.1f} GiB ({parts}), and there are "
-            f"{room / 2**30:.1f}: lower --context, choose a smaller model, or set --gpu-memory."
+            f"{room / 2**30:.1f}: lower --context, choose a smaller model{hint}."
         )
     return min(max(least, wanted), room - total + least)
 

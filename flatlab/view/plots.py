@@ -38,7 +38,7 @@ STYLE = {
 }
 PAGE, COLUMN = 7.0, 3.4  # inches
 FEW_SEEDS = 3  # a mean over fewer runs has no interval
-PANELS = {  # kind of run -> keys of each panel; "nodes": see draw_nodes; rounds: of learn.py
+PANELS = {  # kind of run -> keys of each panel; "*nodes": see draw_nodes; rounds: of learn.py
     "training": (
         "value_mean eval_value_mean",
         "reward_mean",
@@ -51,9 +51,9 @@ PANELS = {  # kind of run -> keys of each panel; "nodes": see draw_nodes; rounds
         "logprob_diff_max logprob_diff_mean",
     ),
     "imitation": ("loss",),
-    "search": ("nodes",),
-    "rounds": ("nodes", "valid_share", "gain_mean", "kl", "entropy", "live_lineages"),
-    "evaluation": ("nodes",),
+    "search": ("*nodes",),
+    "rounds": ("*nodes", "valid_share", "gain_mean", "kl", "entropy", "live_lineages"),
+    "evaluation": ("*nodes",),
 }
 UNITS = {  # the first part that a key contains counts
     "value": "0: baseline, 1: reference",
@@ -314,7 +314,7 @@ def draw_panels(groups: list[RunGroup], panels: Sequence[str] = ()):
     x += "s" if window == 1 else f"s (means over {window})"
     rows = [row for run in runs for row in run.rounds or run.rows]
     has = sorted(pandas.DataFrame(rows).select_dtypes("number"))
-    shown = [keys for keys in panels or PANELS[kind] if {*has, "nodes"} & {*keys.split()}]
+    shown = [keys for keys in panels or PANELS[kind] if {*has, "*nodes"} & {*keys.split()}]
     if panels and not shown:
         raise UserError(f"{runs[0].dir} has no numbers '{panels[0]}'; it has {', '.join(has)}.")
     panels = shown or PANELS[kind][:1]
@@ -326,9 +326,9 @@ def draw_panels(groups: list[RunGroup], panels: Sequence[str] = ()):
     for place, keys in enumerate(panels):
         line, column = divmod(place, columns)
         end = columns if place + 1 == len(panels) else column + 1
-        shared = figure.axes[-1] if place > ("nodes" in panels) else None
+        shared = figure.axes[-1] if place > ("*nodes" in panels) else None
         axis = figure.add_subplot(grid[line, column:end], sharex=shared, xlabel=x)
-        if keys == "nodes":
+        if keys == "*nodes":
             draw_nodes(axis, groups)
         else:
             draw_keys(axis, groups, keys.split())

@@ -37,9 +37,11 @@ def read_suite(name: str) -> dict:
     path = Path(name) if name.endswith(".yaml") else ROOT / f"configs/suites/{name}.yaml"
     suite = {"name": name, "needs": "", "settings": {}, "notes": ""} | read_mapping(path)
     for variable in {"MLGYM_ROOT", "MLEDOJO_ROOT"} - {suite["needs"]}:
-        os.environ.pop(variable, None)  # it may hold other tasks of the same names
-    suite["root"] = Path(os.environ.get(suite["needs"]) or "")
-    if suite["needs"] and suite["root"] == Path():
+        if os.environ.pop(variable, None):  # it may hold other tasks of the same names
+            print(f"note     the suite {name} does not use ${variable}")
+    root = os.environ.get(suite["needs"])
+    suite["root"] = Path(root or "")
+    if suite["needs"] and not root:
         raise UserError(f"The suite {name} needs ${suite['needs']}, the folder of its tasks.")
     if suite["needs"] == "MLEDOJO_ROOT":
         suite["settings"].setdefault("task", mledojo_names(suite["root"]))
@@ -154,8 +156,10 @@ def report(suite: dict, runs: list[RunData], folder: Path) -> str:
     import pandas
 
     for run in runs:
-        if run.config.get("suite") != suite["name"]:
+        if Path(run.config.get("suite") or "").stem != Path(suite["name"]).stem:
             raise UserError(f"{run.dir} is no evaluation of the suite {suite['name']}.")
+        if not played(run):
+            raise UserError(f"{run.dir} has faults only.")
     attempts = sum(map(played, runs), suite["attempts"])
     frame = pandas.DataFrame(attempts, columns=["model", "task", "sign", *KINDS, *MEANS])
     if frame.position.any():  # there are leaderboards

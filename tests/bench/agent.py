@@ -272,10 +272,9 @@ def run_ours(model, rounds, turns, tokens, variant):
 
     policy = Policy(
         ModelPath(model, None, False),
-        ModelOptions(context=CONTEXT, compile=variant == "compiled"),
+        ModelOptions(context=CONTEXT, compile=variant == "compiled", gpu_memory=GPU_SHARE),
         lora_rank=RANK,
         max_batch=EPISODES * (1 + ahead),
-        gpu_memory=GPU_SHARE,
     )
     policy.tokenizer.chat_template = TEMPLATE
     make_endless(policy)
