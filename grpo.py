@@ -768,12 +768,13 @@ def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train) -
                 asyncio.run(train(policy, tasks, own, job))
         if run:
             console.farewell(run)
-    with_steps = [job.run.dir for _, job in seeds if job.run and job.run.rows()]
+    runs = [job.run for _, job in seeds if job.run]
+    with_steps = [run.dir for run in runs if run.rows()]
     if len(with_steps) > 1:
         console.compare(with_steps)
-    stopped = [f"logs/{own.name} stopped: {job.stopped}" for own, job in seeds if job.stopped]
+    stopped = [text for run in runs if (text := run.results()["status"]).startswith("stopped: ")]
     if stopped and ranks.world == 1:
-        sys.exit("\n".join(stopped))  # not with torchrun, which would restart the job
+        sys.exit("\n".join(stopped))  # not with torchrun, which would restart a job that failed
 
 
 def load_policy(policy_class, cfg: Config, path, job) -> Policy:
