@@ -210,7 +210,9 @@ def test_nodes_of_a_search_in_the_terminal(tmp_path, capsys):
         printed(capsys, directory, step=0)
     other = searched(tmp_path / "other").dir
     shutil.rmtree(other / "episodes")
-    text = printed(capsys, directory, other, episode="0.0.0")  # the other one has no such transcript
+    text = printed(
+        capsys, directory, other, episode="0.0.0"
+    )  # the other one has no such transcript
     assert "output of 0.0.0" in text
     assert "\n old\n+new\n" in text
     assert printed(capsys, directory, best=True).startswith("0.0.0  0.3")
