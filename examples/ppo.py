@@ -71,8 +71,8 @@ class ActorCritic(Policy):
 
     head = None
 
-    def __init__(self, path, options, seed, *sizes):
-        super().__init__(path, options, seed, *sizes)
+    def __init__(self, path, options, seed, *sizes, **more):
+        super().__init__(path, options, seed, *sizes, **more)
         import torch
 
         self.head = torch.nn.Linear(self.model.config.hidden_size, 1, device=self.device)
