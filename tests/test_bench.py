@@ -28,7 +28,7 @@ def measured(folder, section, flags, interpreter=sys.executable):
     command = [interpreter, PROJECT / "tests/bench", section, *shlex.split(flags)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.startswith(f"{section}: ")
+    assert f"\n{section}: " in f"\n{done.stdout}"
     assert "| fail" not in done.stdout, done.stdout
     return done.stdout
 
