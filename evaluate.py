@@ -35,7 +35,7 @@ from flatlab.view import console, suite
 from flatlab.view.reader import read_run
 from flatlab.world import texts
 from flatlab.world.episode import Episode, run_episode
-from policy import check_one_model, choose_model, default_name, model_name, open_engine
+from policy import choose_models, default_name, model_name, open_engine
 
 FIRST_SEED = -(10**12)  # of the episodes with --seed 0; those of training are never that low
 
@@ -170,8 +170,8 @@ def seeds_of(cfg: Config, model: str | None, models: int) -> list[tuple]:
     """The config of each seed, with the name of its run, and the path of the model. models: their
     number.
     """
-    plan = []
-    for own in options.each_seed(cfg):
+    configs = options.each_seed(cfg)
+    for own in configs:
         own.model.model = model
         if cfg.suite:
             own.name = own.name or f"{SCRIPT}-{Path(cfg.suite).stem}-{own.seed}"
@@ -179,9 +179,7 @@ def seeds_of(cfg: Config, model: str | None, models: int) -> list[tuple]:
         own.name = own.name or default_name(SCRIPT, own)
         if needs_folder:
             own.name += f"/{model_name(own)}"
-        plan.append((own, choose_model(own, own.url)))
-    check_one_model([own for own, _ in plan])
-    return plan
+    return list(zip(configs, choose_models(SCRIPT, configs, cfg.url)))
 
 
 def evaluate_model(cfg: Config, path, policy):

@@ -69,7 +69,7 @@ from flatlab.train.job import (
 )
 from flatlab.view import console
 from flatlab.world.episode import play, run_episode
-from policy import Policy, check_one_model, choose_model, default_name, lora_settings
+from policy import Policy, choose_models, lora_settings
 
 # ================================== the idea: edit here ==================================
 
@@ -719,13 +719,11 @@ def check_config(cfg: Config) -> None:
         raise UserError("--thoughts is not for --agent: the program chooses what the model reads.")
 
 
-def prepare(cfg: Config, script: str, job):
-    """Completes the config of a seed and opens the run directory. Returns the tasks, the model's
-    path and why this sandbox was chosen. Raises UserError for whatever is wrong, before the model
+def prepare(cfg: Config, path, job):
+    """Completes the config of a seed and opens the run directory. path: of the model. Returns the
+    tasks and why this sandbox was chosen. Raises UserError for whatever is wrong, before the model
     loads.
     """
-    cfg.name = cfg.name or default_name(script, cfg)
-    path = choose_model(cfg)
     tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, path.is_tiny)
     derived = {
         "lora_rank": lora_settings(path, cfg.lora_rank)["r"],
@@ -737,7 +735,7 @@ def prepare(cfg: Config, script: str, job):
     if job.ranks.rank == 0:
         digests = env.digests(tasks, cfg.episode)
         job.run = store.begin_run(cfg, digests, path, lambda run: checkpoint.is_finished(run, cfg))
-    return tasks, path, why
+    return tasks, why
 
 
 def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train) -> None:
@@ -745,14 +743,12 @@ def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train) -
     check_config(cfg)
     # The timeout covers waiting for the slowest rank; a rank that died is noticed at once.
     ranks = join(timeout=24 * 3600)
-    seeds = [(own, Job(ranks)) for own in options.each_seed(cfg)]
-    for own, _ in seeds:
-        own.name = own.name or default_name(script, own)
-        choose_model(own)
-    check_one_model([own for own, _ in seeds])
-    prepared = [(own, job, *prepare(own, script, job)) for own, job in seeds]
+    configs = options.each_seed(cfg)
+    jobs = [Job(ranks) for _ in configs]
+    seeds = list(zip(configs, choose_models(script, configs), jobs))
+    prepared = [prepare(*seed) for seed in seeds]
     policy = None  # one engine for all of them
-    for own, job, tasks, path, why in prepared:
+    for (own, path, job), (tasks, why) in zip(seeds, prepared):
         run = job.run
         if ranks.first(bool(run and run.finished)):
             job.say(f"logs/{own.name} was finished before: nothing was run.")
@@ -768,7 +764,7 @@ def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train) -
                 asyncio.run(train(policy, tasks, own, job))
         if run:
             console.farewell(run)
-    runs = [job.run for _, job in seeds if job.run]
+    runs = [job.run for job in jobs if job.run]
     with_steps = [run.dir for run in runs if run.rows()]
     if len(with_steps) > 1:
         console.compare(with_steps)

@@ -111,12 +111,20 @@ def choose_model(cfg, url: str | None = None) -> ModelPath | None:
     return path
 
 
-def check_one_model(configs: list) -> None:
-    """Raises UserError if the runs of several seeds, which share an engine, have several models."""
+def choose_models(script: str, configs: list, url: str | None = None) -> list:
+    """Names the run of each seed and chooses its model, see choose_model. Returns their paths.
+
+    Raises UserError if there are several models, because the seeds share an engine.
+    """
+    paths = []
+    for cfg in configs:
+        cfg.name = cfg.name or default_name(script, cfg)
+        paths.append(choose_model(cfg, url))
     if len({cfg.model.model for cfg in configs}) > 1:
         raise UserError(
             "The runs of these seeds have different models: give each seed a command of its own."
         )
+    return paths
 
 
 def open_engine(cfg, path: ModelPath | None, seed: int, max_batch: int):

@@ -28,7 +28,7 @@ from flatlab.train.batch import TrainSequence, column, micro_batches, sequences_
 from flatlab.train.job import Job
 from flatlab.view import console
 from flatlab.world.episode import Episode, History
-from policy import Policy, check_one_model, choose_model, default_name, lora_settings
+from policy import Policy, choose_models, lora_settings
 from tasks import load_task
 
 EPISODES_PER_UPDATE = 8
@@ -203,25 +203,23 @@ def is_finished(run, cfg: Config) -> bool:
     return run.results().get("status") == "finished" and len(run.rows()) >= cfg.updates
 
 
-def prepare(cfg: Config):
-    """Completes the config of a seed and opens the run directory. Returns the run, the tasks, the
-    model's path and the episodes to imitate: none if the run is finished.
+def prepare(cfg: Config, path):
+    """Completes the config of a seed and opens the run directory. path: of the model. Returns the
+    run, the tasks and the episodes to imitate: none if the run is finished.
     """
-    cfg.name = cfg.name or default_name(SCRIPT, cfg)
-    path = choose_model(cfg)
     tasks = [load_task(name) for name in cfg.tasks.task]
     cfg.lora_rank = lora_settings(path, cfg.lora_rank)["r"]
     options.set_defaults(cfg, {"lr": 1e-3 if path.is_tiny else 2e-4})
     digests = ["", *(task.digest() for task in tasks)]
     run = store.begin_run(cfg, digests, path, lambda run: is_finished(run, cfg))
     if run.finished:
-        return run, tasks, path, []
+        return run, tasks, []
     transcripts = best_episodes(cfg, tasks)
     imitated = content_key(*map(replies_of, transcripts))
     if run.rows() and run.results()["imitated"] != imitated:
         raise UserError(f"The best episodes of --runs are others than {run.dir} imitates.")
     run.result(imitated=imitated)
-    return run, tasks, path, transcripts
+    return run, tasks, transcripts
 
 
 def main() -> None:
@@ -229,12 +227,9 @@ def main() -> None:
     options.check_values(cfg)
     policy = None  # one engine for all seeds
     seeds = options.each_seed(cfg)
-    for own in seeds:
-        own.name = own.name or default_name(SCRIPT, own)
-        choose_model(own)
-    check_one_model(seeds)
-    prepared = [(own, *prepare(own)) for own in seeds]
-    for own, run, tasks, path, transcripts in prepared:
+    paths = choose_models(SCRIPT, seeds)
+    prepared = [prepare(own, path) for own, path in zip(seeds, paths)]
+    for own, path, (run, tasks, transcripts) in zip(seeds, paths, prepared):
         if run.finished:
             print(f"{run.dir} was finished before: nothing was run.")
         else:

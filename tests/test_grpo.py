@@ -27,7 +27,7 @@ from flatlab.train.job import Job, Ranks
 from flatlab.view import console, tables
 from flatlab.world.episode import Episode, Segment
 from helpers import configure, segments_of, slow, step_row, user_error
-from policy import ModelPath
+from policy import ModelPath, choose_models
 from tasks import load_task
 from training import (
     CFG,
@@ -555,7 +555,8 @@ def test_two_tasks_have_their_own_numbers_and_a_common_scale(play):
 def test_none_is_derived_and_zero_is_zero(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cfg = configure(grpo.Config(seed=0, loss="gspo"), model="tiny", lr=0.0, backend="local")
-    grpo.prepare(cfg, "copy", Job(Ranks(1, 2)))
+    [path] = choose_models("copy", [cfg])
+    grpo.prepare(cfg, path, Job(Ranks(1, 2)))
     assert cfg.lr == 0
     assert (cfg.clip_low, cfg.clip_high) == (3e-4, 4e-4)
     assert cfg.max_groups == 8
