@@ -620,8 +620,9 @@ def test_nothing_that_is_read_holds_a_hidden_row(backend, name):
 # ---- the CSV in a sandbox
 
 
-@pytest.mark.parametrize("source, name, artefact", CSV[1:])
-def test_hostile_csv_in_graders_of_mlgym(shared, backend, source, name, artefact):
+@pytest.mark.skipif(not MLGYM, reason="set MLGYM_ROOT to a checkout of MLGym")
+def test_hostile_csv_in_graders_of_mlgym(shared, backend):
+    source, name, artefact = CSV[1]
     worth = honest(backend, source, name, artefact)
     world = shared(backend, source, name)
     world.step(block(artefact))
