@@ -28,6 +28,7 @@ import re
 import sys
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from flatlab import options
@@ -387,7 +388,7 @@ class Trainer:
         from peft import LoraConfig, get_peft_model
         from peft.tuners.lora import LoraLayer
 
-        from flatlab.model.packing import can_pack, has_varlen
+        from flatlab.model.packing import can_pack, has_varlen, lora_forward
 
         self.temperature = temperature
         self._reference = None  # tensors of set_reference
@@ -395,13 +396,10 @@ class Trainer:
         self.model = get_peft_model(base, config)
         self.model.eval()  # no dropout: trainer and engine compute the same function
         self.adapter_layers = [m for m in self.model.modules() if isinstance(m, LoraLayer)]
-        # Autocast rounds the fp32 adapter to bf16 where it is used, as the engine's copy is.
-        self.autocast = base.dtype == torch.bfloat16
         for layer in self.adapter_layers:
-            # Enabled, peft would cast the input instead, and q, k and v each keep an fp32 copy.
-            layer.cast_input_dtype_enabled = not self.autocast
+            layer.forward = partial(lora_forward, layer)
         self.packs = can_pack(self.model)
-        self.uses_varlen = self.packs and self.autocast and has_varlen(base)
+        self.uses_varlen = self.packs and has_varlen(base)
         if self.packs:
             base.set_attn_implementation("packed")
         # cuDNN makes a plan for each new shape, which takes longer than the attention.
@@ -478,14 +476,11 @@ class Trainer:
 
     def hidden_states(self, batch: list[tuple[list[int], list[int]]]):
         """Last hidden states (N, D) before each token whose mask is 1, and these tokens (N,)."""
-        import torch
-
         from flatlab.model.packing import hidden_states
 
         inner = self.model.get_base_model().base_model
         device = self.model.device.type
-        with torch.autocast(device, torch.bfloat16, enabled=self.autocast):
-            return hidden_states(inner, batch, device, self.packs, self.uses_varlen)
+        return hidden_states(inner, batch, device, self.packs, self.uses_varlen)
 
     def logprobs_of(self, hidden, targets, entropy_learns: bool = False):
         """Log-probability and entropy of the targets (N,) after these hidden states (N, D), as

@@ -308,13 +308,13 @@ def test_the_check_of_a_gpu_runs_here(tmp_path):
     """In the precision of a GPU. Without the parts that need one, and those that are others with
     another setting.
     """
-    parts = "parity decode decode-vllm-lora sync shared-prompt memory budget ahead training"
-    parts = [*parts.split(), "start"]
+    parts = "parity decode-folded decode-vllm-lora sync shared-prompt layers memory budget ahead"
+    parts = [*parts.split(), "training", "start"]
     check = PROJECT / "tools/gpu_check.py"
-    done = python(check, "--dtype", "bfloat16", "--parts", *parts, "autocast", cwd=tmp_path)
+    done = python(check, "--dtype", "bfloat16", "--parts", *parts, "own-base", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     table = (tmp_path / "logs/gpu-check/table.md").read_text()
     assert "| failed |" not in table, table
     for part in parts:
         assert f"\n| {part} |" in table
-    assert "| autocast | autocast | skipped | needs a GPU |" in table
+    assert "| own-base | base weights | skipped | needs a GPU |" in table

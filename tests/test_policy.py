@@ -10,12 +10,20 @@ from functools import partial
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers.pytorch_utils import Conv1D
 
 from bench.peak import peak
 from flatlab.errors import UserError
 from flatlab.model import memory, packing
 from flatlab.model.loading import count_weights, loading
-from flatlab.model.packing import Head, TokenLogProbs, can_pack, common_prompt
+from flatlab.model.packing import (
+    Head,
+    TokenLogProbs,
+    can_pack,
+    common_prompt,
+    lora_forward,
+)
 from helpers import PROJECT, TINY_TEXTS, make_model, python, user_error
 from policy import TINY, Agreement, Policy, lora_settings, resolve_model
 from training import all_close, has_weights, pair, randomise, weights_of
@@ -312,6 +320,31 @@ def test_logprobs_are_those_of_a_forward_pass_per_sequence(policy, monkeypatch, 
     assert torch.allclose(entropy, spread, atol=1e-5)
     for a, b in zip(wanted, grads):
         assert (a - b).norm() <= 1e-5 * a.norm() + 1e-6
+
+
+@pytest.mark.parametrize("kind", ["Linear", "with a bias", "Conv1D"])
+@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-6), (torch.bfloat16, 0.01)])
+def test_a_layer_with_an_adapter_is_that_of_peft(kind, dtype, error):
+    """Output and gradients, with the adapter on and off."""
+    torch.manual_seed(0)
+    base = Conv1D(48, 32) if kind == "Conv1D" else torch.nn.Linear(32, 48, bias=kind != "Linear")
+    settings = LoraConfig(r=4, lora_alpha=12, target_modules=["0"], init_lora_weights=False)
+    model = get_peft_model(torch.nn.Sequential(base.to(dtype)), settings)
+    layer = model.base_model.model[0]
+    x = torch.randn(2, 5, 32, dtype=dtype, requires_grad=True)
+    slope = torch.randn(2, 5, 48, dtype=dtype)
+    leaves = [x, layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        expected = layer(x)
+    output = lora_forward(layer, x)
+    pairs = [(output, expected)]
+    pairs += zip(*(torch.autograd.grad(y, leaves, slope) for y in (output, expected)))
+    for ours, theirs in pairs:
+        assert ours.dtype == theirs.dtype
+        assert (ours - theirs).norm() <= error * theirs.norm()
+    assert (output - base(x)).norm() > 0.1 * output.norm()
+    layer.enable_adapters(False)
+    assert torch.equal(lora_forward(layer, x), base(x))
 
 
 @pytest.mark.parametrize(

@@ -283,6 +283,36 @@ def decode(model: str, rank: int = 32) -> list:
     return rows
 
 
+def decode_folded(model: str) -> list:
+    """The same with A as the last rows of the base weights: one product gives x W^T and x A^T."""
+    import torch
+    import torch.nn.functional as F
+
+    from flatlab.model.lora_sync import LoraLinear
+
+    create_weights = LoraLinear.create_weights
+
+    def create_folded(self, layer, *args, **kwargs):
+        create_weights(self, layer, *args, **kwargs)
+        count = len(layer.weight)
+        layer.folded = torch.cat([layer.weight.data, layer.lora_a])
+        layer.weight.data = layer.folded[:count]
+        layer.lora_a = layer.folded[count:]
+
+    def apply(self, layer, x, bias=None):
+        sizes = [len(layer.lora_b), len(layer.lora_a)]
+        y, reduced = F.linear(x, layer.folded).split(sizes, dim=-1)
+        y = y + reduced @ layer.lora_b.T
+        return y if bias is None else y + bias
+
+    LoraLinear.create_weights = create_folded
+    LoraLinear.apply = apply
+    policy = make_policy(model, lora_rank=32)
+    found = asyncio.run(policy.verify())["random adapter"]
+    row = decode_row("A folded into the base product", policy.engine, prompts_of(policy))
+    return [row, ("log-prob difference, folded", difference_text(found), "random adapter")]
+
+
 def decode_plain(model: str) -> list:
     """The same without an adapter: the bound."""
     policy = make_policy(model, trains=False)
@@ -403,22 +433,53 @@ def base_weights(model: str, share_base: bool) -> list:
     return [("difference", difference_text(found), f"memory {gib(used)}")]
 
 
-def autocast(model: str) -> list:
-    """The trainer's forward under bf16 autocast against fp32 LoRA."""
-    if not has_gpu():
-        return [("autocast", "skipped", "needs a GPU")]
+def layers(model: str) -> list:
+    """An update with one product for each linear layer, with peft's own layers instead, and with
+    decoder layers that are compiled. Lengths are new in each round.
+    """
+    import torch
+    from transformers import AttentionInterface
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    from flatlab.model import packing
+
     policy = make_policy(model)
-    batch = update_batch(policy)
+    move_adapter(policy, 1e-2)
+    rng = random.Random(0)
+    batches = []
+    for _ in range(4):
+        lengths = [rng.randint(TOKENS // 2, TOKENS) for _ in range(EPISODES)]
+        batches.append(update_batch(policy, lengths))
+
+    def updates() -> list:
+        done = []
+        for batch in batches:
+            begin = time.perf_counter()
+            done.append((*one_update(policy, batch), time.perf_counter() - begin))
+        return done
+
+    found = {"one product a layer": updates()}
+    products = [vars(layer).pop("forward") for layer in policy.adapter_layers]
+    found["peft's layers"] = updates()
+    for layer, product in zip(policy.adapter_layers, products):
+        layer.forward = product
+    torch._dynamo.config.disable = False
+    backend = "inductor" if has_gpu() else "aot_eager"  # which generates no code
+    # Python lengths in a compiled layer would compile it anew for each batch.
+    AttentionInterface.register("packed", torch.compiler.disable(packing.attend))
+    for layer in policy.model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.compile(dynamic=True, backend=backend)
+    found["compiled decoder layers"] = updates()
     rows = []
-    for on in (True, False):
-        policy.autocast = on
-        for layer in policy.adapter_layers:
-            layer.cast_input_dtype_enabled = not on
-        _, _, seconds, peak = timed_update(policy, batch)
-        found = asyncio.run(policy.verify())["random adapter"]
-        what = f"update, autocast {'on' if on else 'off'}"
-        note = f"peak {gib(peak)}; difference {found.mean:.2g} nats on average"
-        rows.append((what, f"{seconds:.3f} s", note))
+    expected, wanted, _ = found["one product a layer"][0]
+    for name, done in found.items():
+        logp, grads, first = done[0]
+        apart = (logp - expected).abs().max().item()
+        relative = ((grads - wanted).norm() / wanted.norm()).item()
+        seconds = median(took for _, _, took in done[1:])
+        note = f"the first {first:.1f} s; log-probs {apart:.1g}, gradients {relative:.1g} apart"
+        rows.append((f"update, {name}", f"{seconds:.3f} s", note))
     return rows
 
 
@@ -688,12 +749,13 @@ PARTS = {
     "decode": (decode, {}),
     "decode-r8": (partial(decode, rank=8), {}),
     "decode-v1": (decode, {"VLLM_USE_V2_MODEL_RUNNER": "0"}),
+    "decode-folded": (decode_folded, {}),
     "decode-plain": (decode_plain, {}),
     "decode-vllm-lora": (decode_vllm_lora, {}),
     "sync": (sync, {}),
     "shared-base": (shared_base, {}),
     "own-base": (own_base, {}),
-    "autocast": (autocast, {}),
+    "layers": (layers, {}),
     "shared-prompt": (shared_prompt, {}),
     "attention": (attention, {}),
     "memory": (memory_probe, {}),
