@@ -265,8 +265,9 @@ class Engine(ChatTokens):
         cache = memory.fit_cache(least, wanted, needs, room)
         if cache < wanted:
             print(
-                f"memory   the KV cache has {cache / 2**30:.1f} GiB, and {requests} episodes of "
-                f"{episode} tokens need {wanted / 2**30:.1f}: some wait for others"
+                f"memory   the KV cache of {cache / 2**30:.1f} GiB holds "
+                f"{requests * cache // wanted} of {requests} episodes of {episode} tokens: the "
+                "others wait"
             )
         return cache
 

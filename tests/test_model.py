@@ -148,7 +148,8 @@ def test_the_kv_cache_of_a_gpu_holds_typical_episodes_and_no_more(monkeypatch, c
     whole = {free: cache(free) / GIB for free in (22.2, 30)}
     assert whole[22.2] == pytest.approx(3.3, abs=0.1)
     assert whole[30] - whole[22.2] == pytest.approx(7.8)  # all that the trainer leaves
-    assert "3.3 GiB, and 32 episodes of 4096 tokens need 18.0: some wait" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "cache of 3.3 GiB holds 5 of 32 episodes of 4096 tokens: the others wait" in said
     assert cache(74, share=0.25) / GIB == pytest.approx(0.25 * 76 - 10.87, abs=0.01)
     with user_error("it needs 21.2 GiB .base weights 7.5, .* and there are 11.1: lower --context"):
         cache(11.1)
@@ -308,8 +309,9 @@ def test_the_check_of_a_gpu_runs_here(tmp_path):
     """In the precision of a GPU. Without the parts that need one, and those that are others with
     another setting.
     """
-    parts = "parity decode-folded decode-vllm-lora sync shared-prompt layers memory budget ahead"
-    parts = [*parts.split(), "training", "start"]
+    parts = "parity decode-folded decode-vllm-lora sync shared-prompt update-4b update-4b-peft"
+    parts += " update-4b-compiled memory budget ahead training start"
+    parts = parts.split()
     check = PROJECT / "tools/gpu_check.py"
     done = python(check, "--dtype", "bfloat16", "--parts", *parts, "own-base", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]

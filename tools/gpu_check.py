@@ -433,54 +433,132 @@ def base_weights(model: str, share_base: bool) -> list:
     return [("difference", difference_text(found), f"memory {gib(used)}")]
 
 
-def layers(model: str) -> list:
-    """An update with one product for each linear layer, with peft's own layers instead, and with
-    decoder layers that are compiled. Lengths are new in each round.
+def bare_trainer():
+    """A trainer without an engine, in the shape of Qwen3-4B; on a CPU in that of the stand-in."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from policy import Trainer
+
+    config = AutoConfig.from_pretrained(ROOT / "configs" / "tiny")
+    if has_gpu():
+        config = config_of("Qwen/Qwen3-4B-Instruct-2507")
+    half = has_gpu() or DTYPE == "bfloat16"
+    torch.manual_seed(0)
+    with torch.device("cuda" if has_gpu() else "cpu"):
+        dtype = torch.bfloat16 if half else torch.float32
+        base = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    names = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
+    trainer = Trainer(base, {"r": 32, "lora_alpha": 64, "target_modules": names}, 1.0)
+    move_adapter(trainer, 1e-2)
+    return trainer
+
+
+def group_of(trainer, lengths: list[int]) -> list:
+    """Random sequences with a common prompt and ends of these lengths, as pairs (tokens, mask)."""
+    prompt = 2048 if has_gpu() else 64
+    rng = random.Random(0)
+    tokens = rng.choices(range(trainer.model.config.vocab_size), k=prompt + sum(lengths))
+    batch = []
+    for length in lengths:
+        end = [tokens.pop() for _ in range(length)]
+        batch.append((tokens[:prompt] + end, [0] * prompt + [1] * length))
+    return batch
+
+
+def median_update(trainer, batches: list) -> tuple[float, float]:
+    """Seconds of the first update, and the median of the others."""
+    seconds = []
+    for batch in batches:
+        begin = time.perf_counter()
+        one_update(trainer, batch)
+        seconds.append(time.perf_counter() - begin)
+    return seconds[0], median(seconds[1:])
+
+
+def base_pass(trainer, batch) -> None:
+    """The log-probs of the reference, as the KL term needs them."""
+    import torch
+
+    with torch.no_grad():
+        trainer.logprobs(batch, base=True)
+    if has_gpu():
+        torch.cuda.synchronize()
+
+
+def update_4b(model: str, way: str = "one product a layer") -> list:
+    """Update of a group of 8 x (2048 common + 1920 own) tokens in the shape of Qwen3-4B, with equal
+    and with unequal lengths, which are new in each round; its KL pass, its largest kernels, and the
+    same with padded rows.
     """
+    from torch.profiler import ProfilerActivity, profile
+
+    from flatlab.model import memory
+
+    trainer = bare_trainer()
+    config = trainer.model.config
+    own = 1920 if has_gpu() else 48
+    rng = random.Random(0)
+    equal = group_of(trainer, [own] * EPISODES)
+    unequal = []
+    for _ in range(4):
+        lengths = [rng.randint(own // 4, own) for _ in range(EPISODES)]
+        unequal.append(group_of(trainer, lengths))
+    tokens = len(equal[0][0]) + (EPISODES - 1) * own  # of the packed row
+    if way == "peft's layers":
+        for layer in trainer.adapter_layers:
+            del layer.forward
+    elif way == "compiled layers":
+        compile_layers(trainer)
+    element_size = trainer.model.dtype.itemsize
+    free = memory.free_bytes(trainer.model.device.type)
+    recomputed = memory.layers_to_recompute(tokens, config, element_size, free)
+    if recomputed:
+        trainer.recompute_layers(recomputed)
+    first, seconds = median_update(trainer, [equal] * 4)
+    new_first, new = median_update(trainer, unequal)
+    row = sum(len(group[0][0]) + sum(sum(mask) for _, mask in group[1:]) for group in unequal[1:])
+    ratio = new / (row / 3) / (seconds / tokens)
+    note = f"the first {first:.1f} s; {recomputed} layers recomputed"
+    rows = [
+        (f"update of {tokens} tokens, {way}", f"{seconds:.3f} s", note),
+        ("unequal lengths", f"{ratio:.2f} x a token", f"{new:.3f} s, the first {new_first:.1f} s"),
+    ]
+    if way != "one product a layer":
+        return rows
+    for _ in range(2):
+        begin = time.perf_counter()
+        base_pass(trainer, equal)
+        took = time.perf_counter() - begin
+    rows.append(("KL pass", f"{took:.3f} s", f"with a quarter of it {seconds + took / 4:.3f} s"))
+    activity = ProfilerActivity.CUDA if has_gpu() else ProfilerActivity.CPU
+    with profile(activities=[activity]) as measured:
+        one_update(trainer, equal)
+    kernels = sorted(measured.key_averages(), key=lambda e: e.self_device_time_total, reverse=True)
+    for kernel in kernels[: 8 * has_gpu()]:
+        time_of = f"{kernel.self_device_time_total / 1e6:.3f} s"
+        rows.append(("kernel", time_of, f"{kernel.count} x {kernel.key[:60]}".replace("|", " ")))
+    trainer.recompute_layers(config.num_hidden_layers)
+    trainer.packs = False
+    _, padded = median_update(trainer, [equal] * 3)
+    return [*rows, ("padded rows", f"{padded:.3f} s", f"{padded / seconds:.2f} x")]
+
+
+def compile_layers(trainer) -> None:
+    """Compiles each decoder layer, once for all lengths; on a CPU the first one, as a test."""
     import torch
     from transformers import AttentionInterface
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     from flatlab.model import packing
 
-    policy = make_policy(model)
-    move_adapter(policy, 1e-2)
-    rng = random.Random(0)
-    batches = []
-    for _ in range(4):
-        lengths = [rng.randint(TOKENS // 2, TOKENS) for _ in range(EPISODES)]
-        batches.append(update_batch(policy, lengths))
-
-    def updates() -> list:
-        done = []
-        for batch in batches:
-            begin = time.perf_counter()
-            done.append((*one_update(policy, batch), time.perf_counter() - begin))
-        return done
-
-    found = {"one product a layer": updates()}
-    products = [vars(layer).pop("forward") for layer in policy.adapter_layers]
-    found["peft's layers"] = updates()
-    for layer, product in zip(policy.adapter_layers, products):
-        layer.forward = product
-    torch._dynamo.config.disable = False
     backend = "inductor" if has_gpu() else "aot_eager"  # which generates no code
     # Python lengths in a compiled layer would compile it anew for each batch.
     AttentionInterface.register("packed", torch.compiler.disable(packing.attend))
-    for layer in policy.model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            layer.compile(dynamic=True, backend=backend)
-    found["compiled decoder layers"] = updates()
-    rows = []
-    expected, wanted, _ = found["one product a layer"][0]
-    for name, done in found.items():
-        logp, grads, first = done[0]
-        apart = (logp - expected).abs().max().item()
-        relative = ((grads - wanted).norm() / wanted.norm()).item()
-        seconds = median(took for _, _, took in done[1:])
-        note = f"the first {first:.1f} s; log-probs {apart:.1g}, gradients {relative:.1g} apart"
-        rows.append((f"update, {name}", f"{seconds:.3f} s", note))
-    return rows
+    modules = trainer.model.modules()
+    layers = [layer for layer in modules if isinstance(layer, GradientCheckpointingLayer)]
+    for layer in layers if has_gpu() else layers[:1]:
+        layer.compile(dynamic=True, backend=backend)
 
 
 def shared_prompt(model: str) -> list:
@@ -755,9 +833,11 @@ PARTS = {
     "sync": (sync, {}),
     "shared-base": (shared_base, {}),
     "own-base": (own_base, {}),
-    "layers": (layers, {}),
     "shared-prompt": (shared_prompt, {}),
     "attention": (attention, {}),
+    "update-4b": (update_4b, {}),
+    "update-4b-peft": (partial(update_4b, way="peft's layers"), {}),
+    "update-4b-compiled": (partial(update_4b, way="compiled layers"), {}),
     "memory": (memory_probe, {}),
     "budget": (budget, {}),
     "ahead": (ahead, {}),
