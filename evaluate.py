@@ -35,7 +35,7 @@ from flatlab.view import console, suite
 from flatlab.view.reader import read_run
 from flatlab.world import texts
 from flatlab.world.episode import Episode, run_episode
-from policy import choose_models, default_name, model_name, open_engine
+from policy import choose_models, model_name, open_engine
 
 FIRST_SEED = -(10**12)  # of the episodes with --seed 0; those of training are never that low
 
@@ -80,9 +80,13 @@ async def evaluate(policy, tasks: list, cfg: Config, run) -> None:
                     episode = await run_episode(world, policy, cfg.episode, seed, score_test=True)
                 if episode.status != "fault":
                     break
+        if cfg.url:
+            episode.packed = b""  # tokens of an endpoint are not the model's
         group = Group(number, task, [episode], [])
         played[number] = group
-        record(run, played, group, tasks)
+        checkpoint.save_groups(Job(run=run), number, [group])
+        if any(group.played for group in played.values()):
+            run.result(**results(played, tasks))
         spent = time.monotonic() - start
         left = spent / (len(played) - before) * (cfg.episodes - len(played))
         console.episode_made(group, len(played), cfg.episodes, left)
@@ -113,16 +117,6 @@ def stored_episodes(run, tasks: list) -> dict[int, Group]:
     return played
 
 
-def record(run, played: dict[int, Group], group: Group, tasks: list) -> None:
-    """Writes a transcript, and the results so far."""
-    [episode] = group.episodes
-    if run.config["url"]:
-        episode.packed = b""  # tokens of an endpoint are not the model's
-    checkpoint.save_groups(Job(run=run), group.number, [group])
-    if any(group.played for group in played.values()):
-        run.result(**results(played, tasks))
-
-
 def results(played: dict[int, Group], tasks: list) -> dict:
     """The numbers of result.json. value: on the test part if there is one."""
     groups = [*played.values()]
@@ -140,30 +134,34 @@ def results(played: dict[int, Group], tasks: list) -> dict:
 SCRIPT = Path(__file__).stem  # a copy of this file makes runs of its own
 
 
-def is_finished(run, cfg: Config) -> bool:
-    """Returns whether all episodes are played."""
+def is_finished(run, tasks: list, cfg: Config) -> bool:
+    """Returns whether all episodes are played that can be."""
     result = run.results()
-    return result.get("status") == "finished" and result["n"] + result["faults"] >= cfg.episodes
+    _, episodes = without(result.get("left_out", ()), tasks, cfg)
+    return result.get("status") == "finished" and result["n"] + result["faults"] >= episodes
 
 
-def leave_out_long(policy, tasks: list, cfg: Config, left_out: dict) -> tuple[list, int]:
-    """The tasks whose first message fits into the context, and the number of their episodes; the
-    others are added to left_out. Raises UserError if there is none.
+def without(left_out, tasks: list, cfg: Config) -> tuple[list, int]:
+    """The tasks whose names are not in left_out, and the number of their episodes. Raises UserError
+    if no task is left.
     """
-    fitting = []
+    fitting = [task for task in tasks if task.name not in left_out]
+    if not fitting:
+        raise UserError("The first message of every task is too long: choose a larger --context.")
+    return fitting, cfg.episodes * len(fitting) // len(tasks)
+
+
+def leave_out_long(policy, tasks: list, cfg: Config, left_out: dict) -> None:
+    """Adds the tasks whose first message does not fit into the context to left_out: name -> why."""
     for task in tasks:
         with env.Env(task, cfg.sandbox) as world:
             world.restart()
             facts = texts.episode_facts(world, cfg.episode)
             try:
                 texts.first_messages(world, cfg.episode, facts, policy)
-                fitting.append(task)
             except UserError as error:
                 left_out[task.name] = str(error)
                 print(f"left out {task.name}: {error}")
-    if not fitting:
-        raise UserError("The first message of every task is too long: choose a larger --context.")
-    return fitting, cfg.episodes * len(fitting) // len(tasks)
 
 
 def seeds_of(cfg: Config, model: str | None, models: int) -> list[tuple]:
@@ -175,9 +173,7 @@ def seeds_of(cfg: Config, model: str | None, models: int) -> list[tuple]:
         own.model.model = model
         if cfg.suite:
             own.name = own.name or f"{SCRIPT}-{Path(cfg.suite).stem}-{own.seed}"
-        needs_folder = cfg.suite or own.name and models > 1
-        own.name = own.name or default_name(SCRIPT, own)
-        if needs_folder:
+        if cfg.suite or own.name and models > 1:
             own.name += f"/{model_name(own)}"
     return list(zip(configs, choose_models(SCRIPT, configs, cfg.url)))
 
@@ -195,7 +191,7 @@ def evaluate_model(cfg: Config, path, policy):
     if cfg.attempts:
         cfg.episodes = cfg.attempts * len(tasks)
     digests = env.digests(tasks, cfg.episode)
-    run = store.begin_run(cfg, digests, path, lambda run: is_finished(run, cfg))
+    run = store.begin_run(cfg, digests, path, lambda run: is_finished(run, tasks, cfg))
     if run.finished:
         print(f"{run.dir} was finished before: nothing was run.")
     else:
@@ -213,8 +209,9 @@ def evaluate_model(cfg: Config, path, policy):
             if cfg.url or not policy:  # connections of an endpoint are of one event loop
                 policy = open_engine(cfg, path, cfg.seed, cfg.concurrency)
             if cfg.suite:
-                tasks, cfg.episodes = leave_out_long(policy, tasks, cfg, left_out)
+                leave_out_long(policy, tasks, cfg, left_out)
                 run.result(left_out=left_out)
+                tasks, cfg.episodes = without(left_out, tasks, cfg)
             asyncio.run(evaluate(policy, tasks, cfg, run))
     console.outcome(run.dir)
     return run.dir, policy
@@ -234,18 +231,18 @@ def main() -> None:
     names = {own.name for plan in plans for own, _ in plan}
     if len(names) < len(models) * len(cfg.seed):
         raise UserError("Two models have the same name: give each a command and a --name.")
-    runs = []
+    directories = []
     for plan in plans:
         policy = None  # one engine for all seeds of a model
         for own, path in plan:
             where, policy = evaluate_model(own, path, policy)
-            runs.append(read_run(where))
+            directories.append(where)
         if policy and path:
             policy.close()
-    if len(runs) > 1 and not cfg.suite:
-        console.compare([run.dir for run in runs])
     if cfg.suite:
-        print(suite.report(given, runs, runs[0].dir.parent))
+        print(suite.report(given, [read_run(where) for where in directories]))
+    elif len(directories) > 1:
+        console.compare(directories)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ flatlab/runs/store.py describes what is in a run directory.
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import textwrap
@@ -34,6 +33,7 @@ from flatlab.view.reader import (
     NOUNS,
     RunData,
     find_runs,
+    folder_of,
     observed,
     read_all,
     score_text,
@@ -183,28 +183,26 @@ def main(options: Options):
     runs, errors = find_runs(options.runs)
     if not (runs or options.suite):
         raise UserError("\n".join(errors) or "Name run directories: python viz.py logs/<run>")
-    parts = []
+    parts, missing = [], []
     for run in runs:
         try:
             parts += transcripts_text(run, options)
         except UserError as error:
-            errors.append(str(error))
-    wants_text = options.list or options.episode or options.best or options.step is not None
-    if wants_text and not parts:
+            missing.append(str(error))
+    errors += missing
+    if missing and not parts:
         raise UserError("\n".join(errors))
     for sentence in errors:
         print(sentence, file=sys.stderr)
     if parts:
         return say("\n\n".join(parts))
-    # the folder that all of them are in
-    folder = Path(os.path.commonpath([run.dir.resolve() for run in runs] or ["logs"]))
     if options.suite:
-        return say(suite.report(suite.read_suite(options.suite), runs, folder))
+        return say(suite.report(suite.read_suite(options.suite), runs))
     if options.plot:
-        paths = page.draw(runs, folder, options.format, options.plot)
+        paths = page.draw(runs, folder_of(runs), options.format, options.plot)
     else:
         say(summary(runs[0]) if len(runs) == 1 else tables.table(runs))
-        paths = page.write(runs, folder, options.format)
+        paths = page.write(runs, options.format)
     print("", *(f"wrote {path}" for path in paths), sep="\n")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from math import nan
 from pathlib import Path
@@ -36,7 +35,7 @@ def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
         f"plan     {count(cfg.steps, 'step')} x {count(cfg.groups, 'group')} x "
         f"{count(cfg.group_size, 'episode')}, "
         f"{cfg.advantage} advantage, {cfg.loss} loss\n"
-        f"run      {run.dir}   (python viz.py {shlex.quote(str(run.dir))})",
+        f"run      {viewed(run.dir)}",
         flush=True,
     )
 
@@ -64,19 +63,13 @@ def step_made(run, rows: list[dict], steps: int) -> None:
 
 
 def farewell(run) -> None:
-    """Prints the comparison of the adapters and where everything lies; draws the curves and the
-    page, if there is a step.
-    """
+    """Prints the comparison of the adapters, and the outcome if there is a step."""
     if table := tables.final_table(run.results()):
-        print(f"\n{table}\n")
-    if not run.rows():
+        print(f"\n{table}")
+    if run.rows():
+        outcome(run.dir)
+    else:
         print(f"No step was made: there are no curves. Everything: {run.dir}")
-        return
-    record = read_run(run.dir)
-    page.write([record], run.dir)
-    for sentence in tables.notes([record]):
-        print(sentence)
-    print(f"pictures, page, transcripts and adapter: {run.dir}")
 
 
 # ------------------------------------------------------------------ imitations, evaluations
@@ -107,19 +100,26 @@ def episode_made(group, played: int, episodes: int, eta: float) -> None:
 
 def outcome(directory: Path) -> None:
     """Prints the outcome of one run in words; writes its pictures and page."""
-    record = read_run(directory)
-    page.write([record], directory)
-    print(f"\n{tables.headline(record)}")
-    print(f"\npictures: {directory}/*.png   page: {directory}/report.html", end="   ")
-    print(f"everything: {directory}   (python viz.py {shlex.quote(str(directory))})")
+    run = read_run(directory)
+    show(tables.headline(run), [run])
 
 
 def compare(directories: list[Path]) -> None:
-    """Prints the table of several runs; writes its pictures and page."""
+    """Prints the table of several runs; writes their pictures and page."""
     runs = [read_run(directory) for directory in directories]
-    print(f"\n{tables.table(runs)}")
-    folder = Path(os.path.commonpath(directories))
-    print("", *(f"wrote {path}" for path in page.write(runs, folder)), sep="\n")
+    show(tables.table(runs), runs)
+
+
+def show(text: str, runs: list) -> None:
+    """Prints a text about runs, and where everything lies; writes their pictures and page."""
+    print(f"\n{text}\n")
+    folder = page.write(runs)[-1].parent
+    print(f"pictures: {folder}/*.png   page: {folder}/report.html   everything: {viewed(folder)}")
+
+
+def viewed(directory: Path) -> str:
+    """A directory, and the command that shows it."""
+    return f"{directory}   (python viz.py {shlex.quote(str(directory))})"
 
 
 # ------------------------------------------------------------------ searches
@@ -198,4 +198,4 @@ def report(trees: list, where: Path) -> None:
         return
     runs = [read_run(t.run.dir) for t in trees]
     print(f"\n{tables.table(runs)}\n")  # viz.py draws the pictures of a grid; they take minutes
-    print(f"everything: {where}   (python viz.py {shlex.quote(str(where))})")
+    print(f"everything: {viewed(where)}")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from flatlab.files import write_whole
 from flatlab.view import plots, reader, tables
-from flatlab.view.reader import RunData, read_run, transcript_files
+from flatlab.view.reader import RunData, folder_of, read_run, transcript_files
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MOST_NODES = 300  # transcripts of a search or an evaluation on the page
@@ -63,13 +63,16 @@ def plot_now_and_then(directory: Path) -> None:
 # ------------------------------------------------------------------ the page
 
 
-def write(runs: list[RunData], folder: Path, format="png") -> list[Path]:
-    """Writes the pictures and report.html. format: pdf for pictures as PDF, too."""
+def write(runs: list[RunData], format="png") -> list[Path]:
+    """Writes the pictures and report.html into folder_of(runs). format: pdf for pictures as PDF,
+    too.
+    """
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     views = {"reader": reader, "tables": tables, "sample": sample, "tree": tree}
     template = environment.from_string(TEMPLATE.read_text(), views)
+    folder = folder_of(runs)
     paths = draw(runs, folder, format)
     shown = [path for path in paths if path.suffix == ".png" and path.stem != "tree"]
     html = template.render(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -98,6 +99,13 @@ def find_runs(paths: Sequence[Path]) -> tuple[list[RunData], list[str]]:
             except UserError as error:
                 errors.append(str(error))
     return runs, errors
+
+
+def folder_of(runs: list[RunData]) -> Path:
+    """The folder that all runs are in; the directory of a single one; logs/ without any."""
+    if len(runs) == 1:
+        return runs[0].dir
+    return Path(os.path.commonpath([run.dir.resolve() for run in runs] or ["logs"]))
 
 
 def with_outcome(row: dict) -> dict:
