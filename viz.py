@@ -14,8 +14,6 @@
 flatlab/runs/store.py describes what is in a run directory.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import textwrap

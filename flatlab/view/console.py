@@ -1,7 +1,5 @@
 """Text that training runs and searches print: at the start, at the end, and a line per node."""
 
-from __future__ import annotations
-
 import shlex
 from math import nan
 from pathlib import Path

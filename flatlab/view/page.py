@@ -4,12 +4,9 @@ report.html opens without a server and asks for nothing. What a model or a comma
 by jinja2; the security policy of the page names a secret of its one script, so no other can run.
 """
 
-from __future__ import annotations
-
 import base64
 import secrets
 import time
-from functools import partial
 from pathlib import Path
 
 from flatlab.files import write_whole
@@ -115,8 +112,6 @@ def sample(run: RunData) -> dict:
         names = steps[:LISTED_STEPS] + evaluations
     if run.kind == "search":
         whole = plots.best_nodes(run, MOST_NODES)
-        others = [row for row in run.rows if row["id"] not in whole]
-        files |= {row["id"]: partial(list, [row]) for row in others}
     items = [item | {"is_whole": name in whole} for name in names for item in files[name]()]
     return {
         "groups": tables.sections(run, items),

@@ -5,8 +5,6 @@ runs or more it has a band of one standard error. Sizes are those of a paper: a 
 wide, a column 3.4. matplotlib and pandas are imported inside functions, because they are slow.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import textwrap
@@ -113,10 +111,9 @@ def by_step(group: RunGroup, key: str):
     curves = []
     for run in group.runs:
         before = evaluation_columns(run.result.get("before") or {})
-        rows = [before, *(run.rounds or run.rows)]
-        steps = [row.get("step", number) for number, row in enumerate(rows, -1)]
-        curves.append(pandas.Series(series(rows, key), steps))
-    frame = pandas.concat(curves, axis=1).sort_index().dropna(how="all")
+        rows = enumerate([before, *(run.rounds or run.rows)], -1)
+        curves.append({row.get("step", number): row.get(key) for number, row in rows})
+    frame = pandas.DataFrame(curves, dtype=float).T.sort_index().dropna(how="all")
     frame.index += key.startswith("eval_")
     return frame
 
@@ -134,7 +131,7 @@ def draw_keys(axis, groups: list[RunGroup], keys: list[str]) -> None:
         for group in groups:
             frame = by_step(group, key)
             look = group.look if several else group.look | {"color": colour}
-            axis.plot(frame.index, frame, dash, color=look["color"], alpha=0.3, linewidth=0.7)
+            axis.plot(frame, dash, color=look["color"], alpha=0.3, linewidth=0.7)
             windows = frame.dropna().rolling(window_of(frame), center=True, min_periods=1)
             draw_mean(axis, windows.mean(), linestyle=dash, **look)
             if key.startswith("eval_") and len(groups) == len(group.runs) == 1:
@@ -162,7 +159,7 @@ def draw_mean(axis, frame, **look):
     frame: a DataFrame with a column for each run.
     """
     middle = frame.mean(axis=1)
-    axis.plot(middle, linewidth=1.5, markevery=0.2, **look)
+    axis.plot(middle, markevery=0.2, **look)
     if len(frame.columns) >= FEW_SEEDS:
         error = frame.sem(axis=1)
         band = middle - error, middle + error
@@ -319,18 +316,18 @@ def draw_panels(groups: list[RunGroup], panels: Sequence[str] = ()):
         raise UserError(f"{runs[0].dir} has no numbers '{panels[0]}'; it has {', '.join(has)}.")
     panels = shown or PANELS[kind][:1]
     columns = min(3, len(panels))
-    lines = -(-len(panels) // columns)
     width = PAGE if columns > 1 else COLUMN
-    figure = new_figure(width, 0.6 + 1.8 * lines + 0.15 * len(runs))
-    grid = figure.add_gridspec(lines, columns)
-    for place, keys in enumerate(panels):
-        line, column = divmod(place, columns)
-        end = columns if place + 1 == len(panels) else column + 1
-        shared = figure.axes[-1] if place > ("*nodes" in panels) else None
-        axis = figure.add_subplot(grid[line, column:end], sharex=shared, xlabel=x)
+    # the last one takes what is left of its row
+    cells = [*panels, *panels[-1:] * (-len(panels) % columns)]
+    mosaic = np.reshape(cells, (-1, columns))
+    figure = new_figure(width, 0.6 + 1.8 * len(mosaic) + 0.15 * len(runs))
+    axes = figure.subplot_mosaic(mosaic)
+    for keys, axis in axes.items():
+        axis.set_xlabel(x)
         if keys == "*nodes":
             draw_nodes(axis, groups)
         else:
+            axis.sharex(axes[panels[-1]])
             draw_keys(axis, groups, keys.split())
         axis.locator_params(axis="x", integer=True)
     if len(runs) > 1:

@@ -1,7 +1,5 @@
 """Reads run directories. Their layout is described in runs/store.py."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

@@ -4,8 +4,6 @@ Our runs and published results become the same table with a row for each attempt
 score is the best of all validates; the score of its submission is the last one.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from pathlib import Path

@@ -6,8 +6,6 @@ three has no interval, and each value is shown instead. Values of two results th
 same seed are compared in pairs, which takes out what the seed has in common.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -37,14 +35,13 @@ class Result:
     what: the adapter, node or episodes that have it. part: of the data. values: by seed; one for
     each episode, or a single one for the best node of a search. facts: of summary(), except that
     valid_share is over all nodes of a search; rows_error is the standard error of a score over the
-    rows or games of the part, mean over the episodes. seed: of the run.
+    rows or games of the part, mean over the episodes.
     """
 
     what: str
     part: str
     values: dict
     facts: dict
-    seed: int
 
 
 def result_of(run: RunData) -> Result:
@@ -64,8 +61,7 @@ def result_of(run: RunData) -> Result:
         return result
     last = run.rows[-plots.window_of(run.rows) :]
     facts = {key: fmean(series(last, key)) for key in ("value_mean", "valid_share")}
-    facts["value_stderr"] = None
-    return Result(f"last {count(len(last), 'step')}", "training", {}, facts, run.config["seed"])
+    return Result(f"last {count(len(last), 'step')}", "training", {}, facts)
 
 
 def result_of_episodes(run: RunData, what: str, items: list[dict], split: str) -> Result:
@@ -74,24 +70,23 @@ def result_of_episodes(run: RunData, what: str, items: list[dict], split: str) -
     part = "test" if any(item["is_tested"] for item in graded) else split
     task = None if " " in run.task else run
     facts = summary([item["improvement"] for item in graded], task)
-    errors = [item["stderr"] for item in graded if item["stderr"] is not None]
+    errors = found(graded, "stderr")
     if errors and task:
         facts["rows_error"] = fmean(errors)
     values = {(item["task"], item["seed"]): item["value"] for item in graded}
-    return Result(what, part, values, facts, run.config["seed"])
+    return Result(what, part, values, facts)
 
 
 def best_node(run: RunData) -> Result:
     """The best node: its test score, or without one the score that it was chosen by."""
-    result, seed = run.result, run.config["seed"]
+    result = run.result
     what = f"best node ({result['best_id']})" if result["best_id"] else "no valid node"
-    score, error, part = result["best_score"], result["best_stderr"], result["split"]
-    if result["tested_id"]:
-        score, error = result["test_score"], result["test_stderr"]
-        part = part if result["exact"] else "test"
+    scored = "test" if result["tested_id"] else "best"
+    score = result[f"{scored}_score"]
+    part = "test" if scored == "test" and not result["exact"] else result["split"]
     facts = summary([None if score is None else improvement(score, run)], run)
-    facts |= {"valid_share": result["valid_share"], "rows_error": error}
-    return Result(what, part, {seed: facts["value_mean"]}, facts, seed)
+    facts |= {"valid_share": result["valid_share"], "rows_error": result[f"{scored}_stderr"]}
+    return Result(what, part, {run.config["seed"]: facts["value_mean"]}, facts)
 
 
 def faults(run: RunData) -> int:
@@ -156,7 +151,8 @@ def why_none(run: RunData) -> str:
     return "; ".join(parts)
 
 
-# Keys of result.json -> sentences for runs where they are neither 0, false nor empty
+# Keys of result.json, and of facts_to_note() -> sentences for runs where they are neither 0, false
+# nor empty
 NOTES = {
     "selected_on_test": "the task has a test part only, so the best was chosen on it and its score "
     "is optimistic",
@@ -167,6 +163,12 @@ NOTES = {
     "none: the replies held too few that could be read",
     "unread_strategies": "{unread_strategies} strategies in replies could not be read: their JSON "
     "was damaged or cut off",
+    "is_invalid_on_test": "the best node is not valid on the test part",
+    "is_untested": "the best node was not scored on the test part",
+    "reads": "a search that went on with more --nodes has read the test part {reads} times",
+    "is_local": "the selection rule replaced the sampling mode of some nodes",
+    "is_mixed": "its code changed while it went on",
+    "last_alarms": "the last alarms: {last_alarms}",
 }
 
 
@@ -174,31 +176,26 @@ def notes(runs: list[RunData]) -> list[str]:
     """Sentences about what the numbers do not say, with the names of their runs."""
     names = {}
     for run in runs:
-        for sentence in notes_of(run):
-            names.setdefault(sentence, []).append(run.name)
+        facts = run.result | facts_to_note(run)
+        for key, text in NOTES.items():
+            if facts.get(key):
+                names.setdefault(text.format(**facts), []).append(run.name)
     return [f"{', '.join(same)}: {sentence}." for sentence, same in names.items()]
 
 
-def notes_of(run: RunData) -> list[str]:
+def facts_to_note(run: RunData) -> dict:
     result = run.result
-    sentences = [text.format(**result) for key, text in NOTES.items() if result.get(key)]
+    tested, reads = result.get("tested_id"), result.get("test_reads", 0)
     has_test = not (result.get("selected_on_test") or result.get("exact"))
-    if result.get("tested_id"):
-        if result["test_score"] is None:
-            sentences.append("the best node is not valid on the test part")
-    elif result.get("best_id") and has_test:
-        sentences.append("the best node was not scored on the test part")
-    if (reads := result.get("test_reads", 0)) > 1:
-        sentences.append(
-            f"a search that went on with more --nodes has read the test part {reads} times"
-        )
-    if "local" in result.get("sampling_modes_used", ()):
-        sentences.append("the selection rule replaced the sampling mode of some nodes")
-    if len(run.fingerprint.get("code", ())) > 1:
-        sentences.append("its code changed while it went on")
-    if alarms := [text for row in run.rows + run.rounds for text in row.get("alarms", ())]:
-        sentences.append(f"the last alarms: {'; '.join(alarms[-3:])}")
-    return sentences
+    alarms = [text for row in run.rows + run.rounds for text in row.get("alarms", ())]
+    return {
+        "is_invalid_on_test": tested and result["test_score"] is None,
+        "is_untested": result.get("best_id") and has_test and not tested,
+        "reads": reads > 1 and reads,
+        "is_local": "local" in result.get("sampling_modes_used", ()),
+        "is_mixed": len(run.fingerprint.get("code", ())) > 1,
+        "last_alarms": "; ".join(alarms[-3:]),
+    }
 
 
 # ------------------------------------------------------------------ rounds
@@ -296,12 +293,10 @@ def groups_of(runs: list[RunData]) -> dict[tuple[str, str], list[RunGroup]]:
             table.append(group)
         group.runs.append(run)
     for table in compared.values():
-        for key in dict.fromkeys(key for group in table for key in group.settings):
-            frequency = Counter(group.settings.get(key) for group in table)
-            for group in table:
-                value = group.settings.get(key)
-                if value and frequency[value] <= len(table) / 2:
-                    group.differs += f"{', ' * bool(group.differs)}{key}={value}"
+        frequency = Counter(pair for group in table for pair in group.settings.items())
+        for group in table:
+            pairs = [pair for pair in group.settings.items() if frequency[pair] <= len(table) / 2]
+            group.differs = ", ".join(f"{key}={value}" for key, value in pairs if value)
     return compared
 
 
@@ -347,26 +342,26 @@ def table(runs: list[RunData]) -> str:
 def rows_of(groups: list[RunGroup]) -> list[dict]:
     """A row of texts per group of the same kind and task, the largest value first."""
     results = [(group, [result_of(run) for run in group.runs]) for group in groups]
-    results.sort(key=lambda pair: mean_value(pair[1]), reverse=True)
-    best = results[0][1]
-    return [row_of(group, found, best) for group, found in results]
+    results.sort(key=mean_value, reverse=True)
+    return [row_of(*pair, difference(pair, results[0])) for pair in results]
 
 
-def mean_value(results: list[Result]) -> float:
-    return fmean(found([one.facts for one in results], "value_mean") or [-math.inf])
+def mean_value(pair: tuple[RunGroup, list[Result]]) -> float:
+    values = found([one.facts for one in pair[1]], "value_mean")
+    return fmean(values or [-math.inf])
 
 
-def row_of(group: RunGroup, results: list[Result], best: list[Result]) -> dict:
+def row_of(group: RunGroup, results: list[Result], difference: str) -> dict:
     what, *_ = results[0].what.split(" (")  # without its step or its id
     facts = [one.facts for one in results]
     return {
         "run": group.label,
         "N": len(results),
         **columns(facts, "score"),
-        "gain over untrained": cell(facts, "difference", "difference_stderr", "+"),
+        "gain over untrained": cell(facts, "difference", "+"),
         "rows ±": cell(facts, "rows_error"),
         "of": f"{what}, {results[0].part}",
-        "difference": "" if results is best else difference(results, best),
+        "difference": difference,
         "faults": sum(map(faults, group.runs)),
         "differs in": group.differs,
     }
@@ -375,22 +370,23 @@ def row_of(group: RunGroup, results: list[Result], best: list[Result]) -> dict:
 def columns(facts: list[dict], metric: str) -> dict:
     """facts: of summary() for each run."""
     return {
-        "value": cell(facts, "value_mean", "value_stderr", "+"),
+        "value": cell(facts, "value_mean", "+"),
         "valid": f"{fmean(one['valid_share'] for one in facts):.0%}",
-        metric: cell(facts, "score_mean", "score_stderr"),
+        metric: cell(facts, "score_mean"),
         f"best of {BEST_OF}": cell(facts, f"score_best_of_{BEST_OF}"),
     }
 
 
-def cell(facts: list[dict], key: str, error_key: str = "", sign: str = "") -> str:
+def cell(facts: list[dict], key: str, sign: str = "") -> str:
     """A number of a single run with its own standard error, or its mean over several runs."""
-    if len(facts) == 1:
-        return plus_minus(facts[0].get(key), facts[0].get(error_key), sign)
-    return mean_or_each(found(facts, key), sign)
+    if len(facts) > 1:
+        return mean_or_each(found(facts, key), sign)
+    error = f"{key.removesuffix('_mean')}_stderr"
+    return plus_minus(facts[0].get(key), facts[0].get(error), sign)
 
 
-def found(facts: list[dict], key: str) -> list[float]:
-    return [one[key] for one in facts if one.get(key) is not None]
+def found(rows: list[dict], key: str) -> list[float]:
+    return [row[key] for row in rows if row.get(key) is not None]
 
 
 def mean_or_each(values: list[float], sign: str) -> str:
@@ -400,12 +396,14 @@ def mean_or_each(values: list[float], sign: str) -> str:
     return plus_minus(fmean(values), standard_error(values), sign)
 
 
-def difference(results: list[Result], best: list[Result]) -> str:
+def difference(pair: tuple, best: tuple) -> str:
     """The difference of the values to the best ones, over the seeds that both have; without such
-    seeds the difference of the means.
+    seeds the difference of the means. "" of the best one itself.
     """
-    values, others = values_of(results), values_of(best)
+    values, others = values_of(*pair), values_of(*best)
     pairs = [values[seed] - others[seed] for seed in values if seed in others]
+    if pair is best:
+        return ""
     if pairs:
         return f"{mean_or_each(pairs, '+')} ({len(pairs)} paired)"
     if not (values and others):
@@ -413,11 +411,12 @@ def difference(results: list[Result], best: list[Result]) -> str:
     return plus_minus(fmean(values.values()) - fmean(others.values()), None, "+")
 
 
-def values_of(results: list[Result]) -> dict:
+def values_of(group: RunGroup, results: list[Result]) -> dict:
     """The values by seed of one run, or of several the mean of each."""
     if len(results) == 1:
         return results[0].values
-    return {one.seed: one.facts["value_mean"] for one in results if one.values}
+    seeds = zip(group.seeds, results)
+    return {seed: one.facts["value_mean"] for seed, one in seeds if one.values}
 
 
 def aligned(rows: list[dict]) -> str:
@@ -439,8 +438,7 @@ def final_table(result: dict) -> str:
     """
     final = result.get("final")
     if not final:
-        is_evaluation = result.get("kind") == "evaluation"
-        return "\n".join(by_task(result)) if is_evaluation and " " in result["task"] else ""
+        return "\n".join(by_task(result)) if " " in result["task"] else ""
     best, untrained = final["best"], final["untrained"]
     metric = result["metric"] if "score_mean" in best else "score"
     rows, marks = [], []
@@ -452,11 +450,10 @@ def final_table(result: dict) -> str:
             label += " !"
             shares = f"{untrained['valid_share']:.0%} to {facts['valid_share']:.0%}"
             marks.append(f"! {name}: the share of valid submissions fell from {shares}.")
-        error = facts.get("difference_stderr")
         row = {
             "adapter": label,
             **columns([facts], metric),
-            "difference to the untrained": plus_minus(facts.get("difference"), error, "+"),
+            "difference to the untrained": cell([facts], "difference", "+"),
             "pairs": facts.get("difference_n", "-"),
         }
         rows.append(row)
