@@ -8,7 +8,6 @@ same seed are compared in pairs, which takes out what the seed has in common.
 
 import math
 from collections import Counter
-from dataclasses import dataclass
 from statistics import fmean
 
 from flatlab.numbers import BEST_OF, count, duration, plus_minus, standard_error, value_text
@@ -28,24 +27,15 @@ from flatlab.view.reader import (
 # ------------------------------------------------------------------ results
 
 
-@dataclass(frozen=True)
-class Result:
-    """The value of a run.
+def result_of(run: RunData) -> dict:
+    """The value of a run. Training: of the best adapter on the fresh seeds at the end, or of the
+    last steps before that.
 
-    what: the adapter, node or episodes that have it. part: of the data. values: by seed; one for
-    each episode, or a single one for the best node of a search. facts: of summary(), except that
-    valid_share is over all nodes of a search; rows_error is the standard error of a score over the
-    rows or games of the part, mean over the episodes.
+    Keys: those of summary(), except that valid_share is over all nodes of a search. what: the
+    adapter, node or episodes that have the value. part: of the data. values: by seed; one for each
+    episode, or a single one for the best node of a search. rows_error: the standard error of a
+    score over the rows or games of the part, mean over the episodes.
     """
-
-    what: str
-    part: str
-    values: dict
-    facts: dict
-
-
-def result_of(run: RunData) -> Result:
-    """Training: the best adapter on the fresh seeds at the end, or the last steps before that."""
     if run.kind == "search":
         return best_node(run)
     if run.kind == "evaluation":
@@ -56,37 +46,39 @@ def result_of(run: RunData) -> Result:
         if final["best_is_untrained"]:
             what = "untrained adapter"
         items = episode_items(run.dir / best["file"])
-        result = result_of_episodes(run, what, items, final["split"])
-        result.facts.update({key: best[key] for key in best if key.startswith("difference")})
-        return result
+        gain = {key: best[key] for key in best if key.startswith("difference")}
+        return gain | result_of_episodes(run, what, items, final["split"])
     last = run.rows[-plots.window_of(run.rows) :]
-    facts = {key: fmean(series(last, key)) for key in ("value_mean", "valid_share")}
-    return Result(f"last {count(len(last), 'step')}", "training", {}, facts)
+    means = {key: fmean(series(last, key)) for key in ("value_mean", "valid_share")}
+    return means | {"what": f"last {count(len(last), 'step')}", "part": "training", "values": {}}
 
 
-def result_of_episodes(run: RunData, what: str, items: list[dict], split: str) -> Result:
+def result_of_episodes(run: RunData, what: str, items: list[dict], split: str) -> dict:
     """split: the part that was scored, unless the test part was scored, too."""
     graded = [item for item in items if item["outcome"] != "fault"]
-    part = "test" if any(item["is_tested"] for item in graded) else split
     task = None if " " in run.task else run
-    facts = summary([item["improvement"] for item in graded], task)
     errors = found(graded, "stderr")
-    if errors and task:
-        facts["rows_error"] = fmean(errors)
-    values = {(item["task"], item["seed"]): item["value"] for item in graded}
-    return Result(what, part, values, facts)
+    return summary([item["improvement"] for item in graded], task) | {
+        "what": what,
+        "part": "test" if any(item["is_tested"] for item in graded) else split,
+        "values": {(item["task"], item["seed"]): item["value"] for item in graded},
+        "rows_error": fmean(errors) if errors and task else None,
+    }
 
 
-def best_node(run: RunData) -> Result:
+def best_node(run: RunData) -> dict:
     """The best node: its test score, or without one the score that it was chosen by."""
     result = run.result
-    what = f"best node ({result['best_id']})" if result["best_id"] else "no valid node"
     scored = "test" if result["tested_id"] else "best"
     score = result[f"{scored}_score"]
-    part = "test" if scored == "test" and not result["exact"] else result["split"]
     facts = summary([None if score is None else improvement(score, run)], run)
-    facts |= {"valid_share": result["valid_share"], "rows_error": result[f"{scored}_stderr"]}
-    return Result(what, part, {run.config["seed"]: facts["value_mean"]}, facts)
+    return facts | {
+        "what": f"best node ({result['best_id']})" if result["best_id"] else "no valid node",
+        "part": "test" if scored == "test" and not result["exact"] else result["split"],
+        "values": {run.config["seed"]: facts["value_mean"]},
+        "rows_error": result[f"{scored}_stderr"],
+        "valid_share": result["valid_share"],
+    }
 
 
 def faults(run: RunData) -> int:
@@ -119,15 +111,15 @@ def headline(run: RunData) -> str:
 
 def value_sentence(run: RunData) -> str:
     result = result_of(run)
-    if result.what == "no valid node":
-        return f"{result.what}: {why_none(run)}"
+    if result["what"] == "no valid node":
+        return f"no valid node: {why_none(run)}"
     digits = 6 if run.result.get("exact") else 4
-    text = summary_text(result.facts, run.result["metric"], digits)
+    text = summary_text(result, run.result["metric"], digits)
     direction = "higher is better" if run.higher_is_better else "lower is better"
-    scale = f"{result.part} part; {direction}, baseline {run.baseline:.4f}"
-    if error := result.facts.get("rows_error"):
+    scale = f"{result['part']} part; {direction}, baseline {run.baseline:.4f}"
+    if error := result.get("rows_error"):
         scale += f"; ± {error:.4f} over its rows"
-    return f"{result.what}: {text} ({scale})"
+    return f"{result['what']}: {text} ({scale})"
 
 
 def ends(run: RunData) -> str:
@@ -144,8 +136,8 @@ def why_none(run: RunData) -> str:
     ends = Counter(row["status"].replace("_", " ") for row in run.rows)
     parts = [f"{number} x {status}" for status, number in ends.most_common()]
     turns = [turn for item in read_all(transcript_files(run)) for turn in item["turns"]]
-    wrong = [turn["observation"] for turn in turns if turn["status"] in ("rejected", "invalid")]
-    said = Counter(text.partition("\n")[0] for text in wrong)
+    wrong = [turn for turn in turns if turn["status"] in ("rejected", "invalid")]
+    said = Counter(turn["observation"].partition("\n")[0] for turn in wrong)
     for text, number in said.most_common(1):
         parts.append(f"{number} of {len(turns)} replies: {text.rstrip('.')}")
     return "; ".join(parts)
@@ -302,8 +294,8 @@ def groups_of(runs: list[RunData]) -> dict[tuple[str, str], list[RunGroup]]:
 
 def settings_of(run: RunData) -> dict[str, str]:
     """All that makes a run besides its seed: setting -> text; 'my.yaml@1a2b3c' with a digest."""
-    keys = [key for key in run.config if key not in NOT_OF_THE_GROUP]
-    texts = {key: value_text(run.config[key]) for key in keys}
+    settings = run.config.items()
+    texts = {key: value_text(value) for key, value in settings if key not in NOT_OF_THE_GROUP}
     for part, digest in run.fingerprint.items():
         texts[part] = f"{texts.get(part, '')}@{digest[-1] if part == 'code' else digest:.6}"
     return texts
@@ -341,48 +333,46 @@ def table(runs: list[RunData]) -> str:
 
 def rows_of(groups: list[RunGroup]) -> list[dict]:
     """A row of texts per group of the same kind and task, the largest value first."""
-    results = [(group, [result_of(run) for run in group.runs]) for group in groups]
-    results.sort(key=mean_value, reverse=True)
-    return [row_of(*pair, difference(pair, results[0])) for pair in results]
+    pairs = [(group, [result_of(run) for run in group.runs]) for group in groups]
+    pairs.sort(key=mean_value, reverse=True)
+    return [row_of(*pair, difference(pair, pairs[0])) for pair in pairs]
 
 
-def mean_value(pair: tuple[RunGroup, list[Result]]) -> float:
-    values = found([one.facts for one in pair[1]], "value_mean")
-    return fmean(values or [-math.inf])
+def mean_value(pair: tuple[RunGroup, list[dict]]) -> float:
+    return fmean(found(pair[1], "value_mean") or [-math.inf])
 
 
-def row_of(group: RunGroup, results: list[Result], difference: str) -> dict:
-    what, *_ = results[0].what.split(" (")  # without its step or its id
-    facts = [one.facts for one in results]
+def row_of(group: RunGroup, results: list[dict], difference: str) -> dict:
+    what, *_ = results[0]["what"].split(" (")  # without its step or its id
     return {
         "run": group.label,
         "N": len(results),
-        **columns(facts, "score"),
-        "gain over untrained": cell(facts, "difference", "+"),
-        "rows ±": cell(facts, "rows_error"),
-        "of": f"{what}, {results[0].part}",
+        **columns(results, "score"),
+        "gain over untrained": cell(results, "difference", "+"),
+        "rows ±": cell(results, "rows_error"),
+        "of": f"{what}, {results[0]['part']}",
         "difference": difference,
         "faults": sum(map(faults, group.runs)),
         "differs in": group.differs,
     }
 
 
-def columns(facts: list[dict], metric: str) -> dict:
-    """facts: of summary() for each run."""
+def columns(results: list[dict], metric: str) -> dict:
+    """results: of summary() for each run."""
     return {
-        "value": cell(facts, "value_mean", "+"),
-        "valid": f"{fmean(one['valid_share'] for one in facts):.0%}",
-        metric: cell(facts, "score_mean"),
-        f"best of {BEST_OF}": cell(facts, f"score_best_of_{BEST_OF}"),
+        "value": cell(results, "value_mean", "+"),
+        "valid": f"{fmean(one['valid_share'] for one in results):.0%}",
+        metric: cell(results, "score_mean"),
+        f"best of {BEST_OF}": cell(results, f"score_best_of_{BEST_OF}"),
     }
 
 
-def cell(facts: list[dict], key: str, sign: str = "") -> str:
+def cell(results: list[dict], key: str, sign: str = "") -> str:
     """A number of a single run with its own standard error, or its mean over several runs."""
-    if len(facts) > 1:
-        return mean_or_each(found(facts, key), sign)
+    if len(results) > 1:
+        return mean_or_each(found(results, key), sign)
     error = f"{key.removesuffix('_mean')}_stderr"
-    return plus_minus(facts[0].get(key), facts[0].get(error), sign)
+    return plus_minus(results[0].get(key), results[0].get(error), sign)
 
 
 def found(rows: list[dict], key: str) -> list[float]:
@@ -411,12 +401,12 @@ def difference(pair: tuple, best: tuple) -> str:
     return plus_minus(fmean(values.values()) - fmean(others.values()), None, "+")
 
 
-def values_of(group: RunGroup, results: list[Result]) -> dict:
+def values_of(group: RunGroup, results: list[dict]) -> dict:
     """The values by seed of one run, or of several the mean of each."""
     if len(results) == 1:
-        return results[0].values
+        return results[0]["values"]
     seeds = zip(group.seeds, results)
-    return {seed: one.facts["value_mean"] for seed, one in seeds if one.values}
+    return {seed: one["value_mean"] for seed, one in seeds if one["values"]}
 
 
 def aligned(rows: list[dict]) -> str:
