@@ -33,7 +33,6 @@ from flatlab.train.batch import Group
 from flatlab.train.job import Job
 from flatlab.view import console, suite
 from flatlab.view.reader import read_run
-from flatlab.world import texts
 from flatlab.world.episode import Episode, run_episode
 from policy import choose_models, model_name, open_engine
 
@@ -64,8 +63,8 @@ class Config:
     BOUNDS = options.BOUNDS | dict.fromkeys(("attempts", "episodes", "concurrency"), options.COUNT)
 
 
-async def evaluate(policy, tasks: list, cfg: Config, run) -> None:
-    """Plays the episodes that are not stored yet, and records each as it ends."""
+async def evaluate(policy, tasks: list, numbers: list[int], cfg: Config, run) -> None:
+    """Plays the episodes of these numbers that are not stored yet, and records each as it ends."""
     slots = asyncio.Semaphore(cfg.concurrency)
     played = stored_episodes(run, tasks)
     start = time.monotonic()
@@ -88,8 +87,8 @@ async def evaluate(policy, tasks: list, cfg: Config, run) -> None:
         if any(group.played for group in played.values()):
             run.result(**results(played, tasks))
         spent = time.monotonic() - start
-        left = spent / (len(played) - before) * (cfg.episodes - len(played))
-        console.episode_made(group, len(played), cfg.episodes, left)
+        left = spent / (len(played) - before) * (len(numbers) - len(played))
+        console.episode_made(group, len(played), len(numbers), left)
         latest = [*played.values()][-3:]
         if len(latest) == 3 and not any(group.played for group in latest):
             raise UserError(
@@ -98,7 +97,7 @@ async def evaluate(policy, tasks: list, cfg: Config, run) -> None:
             )
 
     async with asyncio.TaskGroup() as together:
-        for number in range(cfg.episodes):
+        for number in numbers:
             if number not in played:
                 together.create_task(one(number))
     run.result(**results(played, tasks), status="finished")
@@ -106,14 +105,13 @@ async def evaluate(policy, tasks: list, cfg: Config, run) -> None:
 
 def stored_episodes(run, tasks: list) -> dict[int, Group]:
     """Groups of one episode that this run has played before, by number. Faults are played again."""
-    by_name = {task.name: task for task in tasks}
     played = {}
     for file in sorted((run.dir / "episodes").glob("[0-9]*.jsonl")):
         [row] = read_rows(file)
+        number = int(file.stem)
         episode = validated(Episode, row, file)
-        group = Group(int(file.stem), by_name[episode.task], [episode], [])
-        if group.played:
-            played[group.number] = group
+        if episode.status != "fault":
+            played[number] = Group(number, tasks[number % len(tasks)], [episode], [])
     return played
 
 
@@ -137,28 +135,27 @@ SCRIPT = Path(__file__).stem  # a copy of this file makes runs of its own
 def is_finished(run, tasks: list, cfg: Config) -> bool:
     """Returns whether all episodes are played that can be."""
     result = run.results()
-    _, episodes = without(result.get("left_out", ()), tasks, cfg)
-    return result.get("status") == "finished" and result["n"] + result["faults"] >= episodes
+    numbers = numbers_of(tasks, cfg, result.get("left_out", ()))
+    return result.get("status") == "finished" and result["n"] + result["faults"] >= len(numbers)
 
 
-def without(left_out, tasks: list, cfg: Config) -> tuple[list, int]:
-    """The tasks whose names are not in left_out, and the number of their episodes. Raises UserError
-    if no task is left.
+def numbers_of(tasks: list, cfg: Config, left_out) -> list[int]:
+    """The numbers of the episodes: tasks take turns, and those whose names are in left_out are
+    skipped. Raises UserError if no task is left.
     """
-    fitting = [task for task in tasks if task.name not in left_out]
-    if not fitting:
+    every = range(cfg.episodes)
+    numbers = [number for number in every if tasks[number % len(tasks)].name not in left_out]
+    if not numbers:
         raise UserError("The first message of every task is too long: choose a larger --context.")
-    return fitting, cfg.episodes * len(fitting) // len(tasks)
+    return numbers
 
 
 def leave_out_long(policy, tasks: list, cfg: Config, left_out: dict) -> None:
     """Adds the tasks whose first message does not fit into the context to left_out: name -> why."""
     for task in tasks:
         with env.Env(task, cfg.sandbox) as world:
-            world.restart()
-            facts = texts.episode_facts(world, cfg.episode)
             try:
-                texts.first_messages(world, cfg.episode, facts, policy)
+                world.reset(cfg.episode, policy)
             except UserError as error:
                 left_out[task.name] = str(error)
                 print(f"left out {task.name}: {error}")
@@ -211,8 +208,8 @@ def evaluate_model(cfg: Config, path, policy):
             if cfg.suite:
                 leave_out_long(policy, tasks, cfg, left_out)
                 run.result(left_out=left_out)
-                tasks, cfg.episodes = without(left_out, tasks, cfg)
-            asyncio.run(evaluate(policy, tasks, cfg, run))
+            numbers = numbers_of(tasks, cfg, left_out)
+            asyncio.run(evaluate(policy, tasks, numbers, cfg, run))
     console.outcome(run.dir)
     return run.dir, policy
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from statistics import fmean
 
 from flatlab.numbers import count, duration, plus_minus
-from flatlab.task.definition import Task
 from flatlab.task.sanity import degenerate
 from flatlab.task.value import value_of
 from flatlab.train.metrics import PHASES
@@ -14,7 +13,7 @@ from flatlab.view import page, tables
 from flatlab.view.reader import read_run
 
 
-def first_lines(cfg, tasks: list[Task], path, why: str = "") -> None:
+def first_lines(cfg, tasks: list, path, why: str = "") -> None:
     """path: of the model, None for an endpoint. why: of the sandbox, if there are any."""
     for task in tasks:
         if warning := degenerate(task):
@@ -26,7 +25,7 @@ def first_lines(cfg, tasks: list[Task], path, why: str = "") -> None:
         print(f"sandbox  {why}", flush=True)
 
 
-def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
+def banner(cfg, tasks: list, path, why: str, run) -> None:
     """Prints the first lines of a training run."""
     first_lines(cfg, tasks, path, why)
     print(
@@ -176,12 +175,9 @@ def node_line(t, node) -> str:
 
 def round_line(row: dict) -> str:
     """One line of the terminal after a round of a search that learns."""
-    numbers = []
-    for key in tables.ROUNDS[: tables.ON_TERMINAL]:
-        if row.get(key) is not None:
-            text = f"{row[key]:.5g}" if isinstance(row[key], float) else row[key]
-            numbers.append(f"{key} {text}")
-    return "\n      ! ".join(["  ".join(numbers), *row["alarms"]])
+    keys = tables.ROUNDS[: tables.ON_TERMINAL]
+    numbers = "  ".join(f"{key} {row[key]:.5g}" for key in keys if row.get(key) is not None)
+    return "\n      ! ".join([numbers, *row["alarms"]])
 
 
 def report(trees: list, where: Path) -> None:
@@ -189,9 +185,10 @@ def report(trees: list, where: Path) -> None:
 
     where: directory of the run or grid.
     """
-    if where == trees[0].run.dir:
-        if trees[0].best() is not trees[0].root:
-            print(f"\nstrategy of the best node: {trees[0].best().idea or 'none'}")
+    first = trees[0]
+    if where == first.run.dir:
+        if first.best() is not first.root:
+            print(f"\nstrategy of the best node: {first.best().idea or 'none'}")
         outcome(where)
         return
     runs = [read_run(t.run.dir) for t in trees]

@@ -8,9 +8,7 @@ wide, a column 3.4. matplotlib and pandas are imported inside functions, because
 import io
 import re
 import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -24,7 +22,7 @@ from flatlab.view.reader import NOUNS, RunData, score_text
 COLOURS = "#0072B2 #D55E00 #009E73 #E69F00 #CC79A7 #56B4E9 #000000".split()
 LOOKS = [{"color": colour, "marker": mark} for colour, mark in zip(COLOURS, "os^DvPX")]
 DASHES = ("-", "--", ":")
-GREY, BLACK = "#888888", COLOURS[-1]
+GREY = "#888888"
 STYLE = {
     "font.size": 8,
     "axes.grid": True,
@@ -203,9 +201,12 @@ def draw_nodes(axis, groups: list[RunGroup]) -> None:
         # a run that has ended keeps its value
         frame = pandas.concat(map(so_far, group.runs), axis=1).ffill()
         draw_mean(axis, frame, drawstyle="steps-post", **group.look)
-    axis.set(title=f"{'best' if run.kind == 'search' else 'mean'} so far", ylabel=UNITS["value"])
-    axis.set_xlabel(f"{NOUNS[run.kind]}s (cross: failed)")
-    convert = partial(score_at, task=run), partial(improvement, task=run)
+    axis.set(
+        title=f"{'best' if run.kind == 'search' else 'mean'} so far",
+        xlabel=f"{NOUNS[run.kind]}s (cross: failed)",
+        ylabel=UNITS["value"],
+    )
+    convert = (lambda value: score_at(value, run)), (lambda score: improvement(score, run))
     right = axis.secondary_yaxis("right", functions=convert)
     right.set_ylabel(shorten(run.result["metric"], 40))
 
@@ -217,7 +218,7 @@ LINES = 40  # nodes of a panel
 
 def depth_first(rows: list[dict]) -> list[dict]:
     """The nodes in the order of a printed tree: 0.2 before 0.10."""
-    return sorted(rows, key=lambda row: [int(part) for part in row["id"].split(".")])
+    return sorted(rows, key=lambda row: [*map(int, row["id"].split("."))])
 
 
 def best_path(run: RunData) -> list[str]:
@@ -251,7 +252,7 @@ def draw_tree(run: RunData, link: str = "#"):
     room = 1 - 0.2 * -(-len(rows) // LINES)  # share of a panel beside the names
     width = (max(id.count(".") for id in shown) + 0.5) / room
     values = np.nan_to_num(series(rows, "value"), nan=WORST)
-    look = {"vmin": WORST, "vmax": values.max(), "edgecolors": BLACK, "zorder": 3, "s": 28}
+    look = {"vmin": WORST, "vmax": values.max(), "edgecolors": "black", "zorder": 3, "s": 28}
     at, marks = {"0": (0, 1)}, {}
     for number, row in enumerate(rows):
         panel, line = divmod(number, LINES)
@@ -259,7 +260,7 @@ def draw_tree(run: RunData, link: str = "#"):
         start = at.get(row["parent"], (-1, 0))
         if start[0] < panel * width:
             start = (x - 0.7, y)
-        colour, thickness = (BLACK, 2) if row["id"] in path else (GREY, 0.7)
+        colour, thickness = ("black", 2) if row["id"] in path else (GREY, 0.7)
         axis.plot(*zip(start, (x, y)), color=colour, linewidth=thickness)
         axis.text(x, y, f"   {row['id'][-10:]}  {score_text(row)}", va="center")
         kind, mark = row["outcome"], "X"
@@ -295,7 +296,7 @@ def new_figure(width: float, height: float):
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def draw_panels(groups: list[RunGroup], panels: Sequence[str] = ()):
+def draw_panels(groups: list[RunGroup], panels=()):
     """A Figure with all panels of a kind of run, in rows of three; the last one takes what is left
     of its row. panels: others than those of PANELS. Raises UserError if no row has their keys.
     """

@@ -27,22 +27,23 @@ LINES = ["-", "--", "-.", ":"] * 5
 
 def read_suite(name: str) -> dict:
     """The file configs/suites/<name>.yaml, or the one at this path; mlgym.yaml explains its keys.
-    Adds its name, the root of its tasks, and the published attempts.
+    Adds its name and the published attempts.
 
     Raises UserError if there is no such file, or if it needs a root that is not set or is empty.
     """
     path = Path(name) if name.endswith(".yaml") else ROOT / f"configs/suites/{name}.yaml"
     suite = {"name": name, "needs": "", "settings": {}, "notes": ""} | read_mapping(path)
-    for variable in {"MLGYM_ROOT", "MLEDOJO_ROOT"} - {suite["needs"]}:
+    needs = suite["needs"]
+    for variable in {"MLGYM_ROOT", "MLEDOJO_ROOT"} - {needs}:
         if os.environ.pop(variable, None):  # it may hold other tasks of the same names
             print(f"note     the suite {name} does not use ${variable}")
-    root = os.environ.get(suite["needs"])
-    suite["root"] = Path(root or "")
-    if suite["needs"] and not root:
-        raise UserError(f"The suite {name} needs ${suite['needs']}, the folder of its tasks.")
-    if suite["needs"] == "MLEDOJO_ROOT":
-        suite["settings"].setdefault("task", mledojo_names(suite["root"]))
-    suite["attempts"] = published(suite["root"], suite["published"]) if "published" in suite else []
+    root = os.environ.get(needs, "")
+    if needs and not root:
+        raise UserError(f"The suite {name} needs ${needs}, the folder of its tasks.")
+    root = Path(root)
+    if needs == "MLEDOJO_ROOT":
+        suite["settings"].setdefault("task", mledojo_names(root))
+    suite["attempts"] = published(root, suite["published"]) if "published" in suite else []
     return suite
 
 
@@ -59,8 +60,12 @@ def attempt(model: str, task: str, larger: bool, scores: list) -> dict:
     return best | {"model": model, "task": task, "sign": sign}
 
 
-def played(run: RunData) -> list[dict]:
-    """The attempts of a run, with MEANS. A fault is none."""
+def played(run: RunData, suite: str) -> list[dict]:
+    """The attempts of a run, with MEANS. A fault is none. Raises UserError if there are none, or if
+    the run is an evaluation of something else than the suite of this name.
+    """
+    if Path(run.config.get("suite") or "").stem != suite:
+        raise UserError(f"{run.dir} is no evaluation of the suite {suite}.")
     found = []
     for item in run.rows:
         task, turns = item["task"], item["turns"]
@@ -70,6 +75,8 @@ def played(run: RunData) -> list[dict]:
             item["seconds_env"] = sum(turn["seconds_env"] for turn in turns)
             larger = run.result["larger_is_better"][task]
             found.append(item | attempt(str(run.dir), task, larger, scores))
+    if not found:
+        raise UserError(f"{run.dir} has faults only.")
     return found
 
 
@@ -154,12 +161,9 @@ def report(suite: dict, runs: list[RunData]) -> str:
     """
     import pandas
 
+    attempts = [*suite["attempts"]]
     for run in runs:
-        if Path(run.config.get("suite") or "").stem != Path(suite["name"]).stem:
-            raise UserError(f"{run.dir} is no evaluation of the suite {suite['name']}.")
-        if not played(run):
-            raise UserError(f"{run.dir} has faults only.")
-    attempts = sum(map(played, runs), suite["attempts"])
+        attempts += played(run, Path(suite["name"]).stem)
     frame = pandas.DataFrame(attempts, columns=["model", "task", "sign", *KINDS, *MEANS])
     if frame.position.any():  # there are leaderboards
         frame.loc[frame.valid.eq(False), "position"] = 0
@@ -192,9 +196,8 @@ def report(suite: dict, runs: list[RunData]) -> str:
         totals = totals.sort_values([*totals], ascending=False)
     cells = cells[cells.index.isin(ours, level=1)]
     totals = totals.dropna(axis=1, how="all")
-    parts = []
-    for table in filter(len, (cells, totals)):
-        parts.append(table.to_string(float_format="{:.4g}".format, na_rep="-"))
+    look = {"float_format": "{:.4g}".format, "na_rep": "-"}
+    parts = [table.to_string(**look) for table in (cells, totals) if len(table)]
     for name, other in itertools.combinations(ours, 2):
         chance = interval(probability_of_improvement, *ours[name], *ours[other])
         parts.append(f"probability that {name} is better than {other}: {chance}")

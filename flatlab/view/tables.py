@@ -11,10 +11,9 @@ from collections import Counter
 from statistics import fmean
 
 from flatlab.numbers import BEST_OF, count, duration, plus_minus, standard_error, value_text
-from flatlab.task.value import improvement, summary, summary_text
+from flatlab.task.value import summary, summary_text
 from flatlab.train.metrics import fell_by_half
-from flatlab.view import plots
-from flatlab.view.plots import FEW_SEEDS, LOOKS, RunGroup, series
+from flatlab.view.plots import FEW_SEEDS, LOOKS, RunGroup, series, window_of
 from flatlab.view.reader import (
     NOUNS,
     RunData,
@@ -48,7 +47,7 @@ def result_of(run: RunData) -> dict:
         items = episode_items(run.dir / best["file"])
         gain = {key: best[key] for key in best if key.startswith("difference")}
         return gain | result_of_episodes(run, what, items, final["split"])
-    last = run.rows[-plots.window_of(run.rows) :]
+    last = run.rows[-window_of(run.rows) :]
     means = {key: fmean(series(last, key)) for key in ("value_mean", "valid_share")}
     return means | {"what": f"last {count(len(last), 'step')}", "part": "training", "values": {}}
 
@@ -70,14 +69,14 @@ def best_node(run: RunData) -> dict:
     """The best node: its test score, or without one the score that it was chosen by."""
     result = run.result
     scored = "test" if result["tested_id"] else "best"
-    score = result[f"{scored}_score"]
-    facts = summary([None if score is None else improvement(score, run)], run)
-    return facts | {
+    return {
         "what": f"best node ({result['best_id']})" if result["best_id"] else "no valid node",
         "part": "test" if scored == "test" and not result["exact"] else result["split"],
-        "values": {run.config["seed"]: facts["value_mean"]},
-        "rows_error": result[f"{scored}_stderr"],
+        "values": {run.config["seed"]: result["value"]},
+        "value_mean": result["value"],
         "valid_share": result["valid_share"],
+        "score_mean": result[f"{scored}_score"],
+        "rows_error": result[f"{scored}_stderr"],
     }
 
 
@@ -101,8 +100,8 @@ def heading(run: RunData) -> str:
 def headline(run: RunData) -> str:
     """The outcome of a run: value, share valid, score, part, uncertainty, and failures."""
     if run.kind == "imitation":
-        loss = plus_minus(run.rows[-1]["loss"], None)
-        text = f"imitation of {count(run.result['episodes'], 'episode')}: last loss {loss}."
+        episodes = count(run.result["episodes"], "episode")
+        text = f"imitation of {episodes}: last loss {run.rows[-1]['loss']:.4f}."
     else:
         text = f"{value_sentence(run)}. {ends(run)}."
     text = " ".join([text, f"Status: {run.status}.", *notes([run])])
@@ -390,15 +389,13 @@ def difference(pair: tuple, best: tuple) -> str:
     """The difference of the values to the best ones, over the seeds that both have; without such
     seeds the difference of the means. "" of the best one itself.
     """
-    values, others = values_of(*pair), values_of(*best)
-    pairs = [values[seed] - others[seed] for seed in values if seed in others]
     if pair is best:
         return ""
+    values, others = values_of(*pair), values_of(*best)
+    pairs = [values[seed] - others[seed] for seed in values if seed in others]
     if pairs:
         return f"{mean_or_each(pairs, '+')} ({len(pairs)} paired)"
-    if not (values and others):
-        return "-"
-    return plus_minus(fmean(values.values()) - fmean(others.values()), None, "+")
+    return plus_minus(mean_value(pair) - mean_value(best), None, "+")
 
 
 def values_of(group: RunGroup, results: list[dict]) -> dict:
@@ -413,10 +410,13 @@ def aligned(rows: list[dict]) -> str:
     """Rows of texts and numbers as lines of equal width, all columns aligned to the left; without
     columns in which nothing is said.
     """
-    columns = [[key, *(str(row[key]) for row in rows)] for key in rows[0]]
-    said = [column for column in columns if {*column[1:]} - {"", "-"}]
-    padded = [[text.ljust(max(map(len, column))) for text in column] for column in said]
-    return "\n".join(map("  ".join, zip(*padded)))
+    columns = []
+    for key in rows[0]:
+        texts = [str(row[key]) for row in rows]
+        if {*texts} - {"", "-"}:
+            width = max(map(len, [key, *texts]))
+            columns.append([text.ljust(width) for text in [key, *texts]])
+    return "\n".join(map("  ".join, zip(*columns)))
 
 
 # ------------------------------------------------------------------ at the end
@@ -440,13 +440,14 @@ def final_table(result: dict) -> str:
             label += " !"
             shares = f"{untrained['valid_share']:.0%} to {facts['valid_share']:.0%}"
             marks.append(f"! {name}: the share of valid submissions fell from {shares}.")
-        row = {
-            "adapter": label,
-            **columns([facts], metric),
-            "difference to the untrained": cell([facts], "difference", "+"),
-            "pairs": facts.get("difference_n", "-"),
-        }
-        rows.append(row)
+        rows.append(
+            {
+                "adapter": label,
+                **columns([facts], metric),
+                "difference to the untrained": cell([facts], "difference", "+"),
+                "pairs": facts.get("difference_n", "-"),
+            }
+        )
     lines = [
         f"{final['split']} part, {final['n']} fresh seeds that were never used for selection, the "
         "same ones for every adapter",
