@@ -340,6 +340,10 @@ def test_a_task_whose_first_message_is_too_long_is_left_out_of_a_suite(here, pla
     assert "left out titanic: The first message of task titanic has" in out
     assert result_of("a/tiny")["n"] == 2
     assert result_of("a/tiny")["left_out"].keys() == {"titanic"}
+    assert [seed - evaluate.FIRST_SEED for seed in played.seeds] == [1, 3]  # as with both tasks
+    code, out, _ = here("--suite suite.yaml --name a")
+    assert (code, len(played.engines)) == (0, 1)
+    assert "logs/a/tiny was finished before" in out
 
 
 def test_a_suite_of_two_models_goes_on_and_stands_beside_published_ones(
@@ -370,7 +374,7 @@ def test_a_suite_of_two_models_goes_on_and_stands_beside_published_ones(
     assert "logs/a/other: without gone. The file" in out
     monkeypatch.delenv("MLGYM_ROOT")
     with user_error("logs/a/tiny is no evaluation of the suite builtin"):
-        report(read_suite("builtin"), [read_run("logs/a/tiny")], tmp_path)
+        report(read_suite("builtin"), [read_run("logs/a/tiny")])
 
 
 def test_an_endpoint_is_evaluated(here):

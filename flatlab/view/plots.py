@@ -186,15 +186,15 @@ def draw_nodes(axis, groups: list[RunGroup]) -> None:
     import pandas
 
     run = groups[0].runs[0]
-    edge = {"transform": axis.get_xaxis_transform(), "clip_on": False}
     for group in groups:
-        look = group.look | {"alpha": 0.5, "linestyle": ""}
         for one in group.runs:
+            look = group.look | {"alpha": 0.5, "linestyle": ""}
             numbers = np.arange(1, len(one.rows) + 1)
             values = np.maximum(WORST, series(one.rows, "improvement"))  # of the valid ones
             axis.plot(numbers, values, markersize=2, **look)
             failed = numbers[[row["outcome"] == "failed" for row in one.rows]]
-            axis.plot(failed, 0 * failed, **look | {"marker": "x"}, **edge)
+            look |= {"marker": "x", "transform": axis.get_xaxis_transform()}
+            axis.plot(failed, 0 * failed, clip_on=False, **look)
     axis.axhline(0, color=GREY, linestyle=":")
     axis.set_ylim(axis.get_ylim())  # the best one before a valid node, -1, would widen it
     for group in groups:
@@ -255,20 +255,20 @@ def draw_tree(run: RunData, link: str = "#"):
     look = {"vmin": WORST, "vmax": values.max(), "edgecolors": "black", "zorder": 3, "s": 28}
     at, marks = {"0": (0, 1)}, {}
     for number, row in enumerate(rows):
+        id = row["id"]
         panel, line = divmod(number, LINES)
-        x, y = at[row["id"]] = panel * width + row["id"].count("."), -line
+        x, y = at[id] = panel * width + id.count("."), -line
         start = at.get(row["parent"], (-1, 0))
         if start[0] < panel * width:
             start = (x - 0.7, y)
-        colour, thickness = ("black", 2) if row["id"] in path else (GREY, 0.7)
+        colour, thickness = ("black", 2) if id in path else (GREY, 0.7)
         axis.plot(*zip(start, (x, y)), color=colour, linewidth=thickness)
-        axis.text(x, y, f"   {row['id'][-10:]}  {score_text(row)}", va="center")
-        kind, mark = row["outcome"], "X"
+        axis.text(x, y, f"   {id[-10:]}  {score_text(row)}", va="center")
+        kind, look["marker"] = row["outcome"], "X"
         if kind == "valid":
-            kind, mark = row["op"], row["mark"]
-        look |= {"marker": mark, "label": shorten(kind, 20)}
+            kind, look["marker"] = row["op"], row["mark"]
+        look |= {"label": shorten(kind, 20), "urls": [link + id]}
         marks[kind] = axis.scatter(x, y, c=values[number], **look)
-        marks[kind].set_urls([link + row["id"]])
     axis.set_axis_off()
     axis.set(xlim=(None, (panel + 1) * width), title=f"{len(rows)} of {len(run.rows)} nodes")
     figure.colorbar(marks[kind], label="value", aspect=40)

@@ -194,10 +194,9 @@ def report(suite: dict, runs: list[RunData]) -> str:
         print(f"wrote {picture}\n")
         totals[[f"AUP, {kind}" for kind in KINDS]] = areas.T
         totals = totals.sort_values([*totals], ascending=False)
-    cells = cells[cells.index.isin(ours, level=1)]
-    totals = totals.dropna(axis=1, how="all")
+    tables = cells.dropna(subset="value"), totals.dropna(axis=1, how="all")  # cells of ours alone
     look = {"float_format": "{:.4g}".format, "na_rep": "-"}
-    parts = [table.to_string(**look) for table in (cells, totals) if len(table)]
+    parts = [table.to_string(**look) for table in tables if len(table)]
     for name, other in itertools.combinations(ours, 2):
         chance = interval(probability_of_improvement, *ours[name], *ours[other])
         parts.append(f"probability that {name} is better than {other}: {chance}")

@@ -142,8 +142,8 @@ def why_none(run: RunData) -> str:
     return "; ".join(parts)
 
 
-# Keys of result.json, and of facts_to_note() -> sentences for runs where they are neither 0, false
-# nor empty
+# Keys of result.json and of states() -> sentences for runs where they are neither 0, false nor
+# empty
 NOTES = {
     "selected_on_test": "the task has a test part only, so the best was chosen on it and its score "
     "is optimistic",
@@ -156,7 +156,8 @@ NOTES = {
     "was damaged or cut off",
     "is_invalid_on_test": "the best node is not valid on the test part",
     "is_untested": "the best node was not scored on the test part",
-    "reads": "a search that went on with more --nodes has read the test part {reads} times",
+    "is_read_again": "a search that went on with more --nodes has read the test part {test_reads} "
+    "times",
     "is_local": "the selection rule replaced the sampling mode of some nodes",
     "is_mixed": "its code changed while it went on",
     "last_alarms": "the last alarms: {last_alarms}",
@@ -167,22 +168,22 @@ def notes(runs: list[RunData]) -> list[str]:
     """Sentences about what the numbers do not say, with the names of their runs."""
     names = {}
     for run in runs:
-        facts = run.result | facts_to_note(run)
-        for key, text in NOTES.items():
+        facts = run.result | states(run)
+        for key in NOTES:
             if facts.get(key):
-                names.setdefault(text.format(**facts), []).append(run.name)
+                names.setdefault(NOTES[key].format(**facts), []).append(run.name)
     return [f"{', '.join(same)}: {sentence}." for sentence, same in names.items()]
 
 
-def facts_to_note(run: RunData) -> dict:
+def states(run: RunData) -> dict:
     result = run.result
-    tested, reads = result.get("tested_id"), result.get("test_reads", 0)
-    has_test = not (result.get("selected_on_test") or result.get("exact"))
+    has_one_part = result.get("selected_on_test") or result.get("exact")
+    is_tested = result.get("tested_id")
     alarms = [text for row in run.rows + run.rounds for text in row.get("alarms", ())]
     return {
-        "is_invalid_on_test": tested and result["test_score"] is None,
-        "is_untested": result.get("best_id") and has_test and not tested,
-        "reads": reads > 1 and reads,
+        "is_invalid_on_test": is_tested and result["test_score"] is None,
+        "is_untested": result.get("best_id") and not is_tested and not has_one_part,
+        "is_read_again": result.get("test_reads", 0) > 1,
         "is_local": "local" in result.get("sampling_modes_used", ()),
         "is_mixed": len(run.fingerprint.get("code", ())) > 1,
         "last_alarms": "; ".join(alarms[-3:]),
