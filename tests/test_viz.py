@@ -150,7 +150,8 @@ def search_run(folder, nodes, seed=1, turns=None, **result):
 
 
 def searched(folder, seed=1):
-    return search_run(folder, LOSSES, seed, metric="loss", higher_is_better=False)
+    scale = {"metric": "loss", "higher_is_better": False, "value": 1.5}
+    return search_run(folder, LOSSES, seed, **scale)
 
 
 def printed(capsys, *arguments, **options):

@@ -8,7 +8,6 @@ from statistics import fmean
 from flatlab.numbers import count, duration, plus_minus
 from flatlab.task.sanity import degenerate
 from flatlab.task.value import value_of
-from flatlab.train.metrics import PHASES
 from flatlab.view import page, tables
 from flatlab.view.reader import read_run
 
@@ -43,8 +42,8 @@ def step_made(run, rows: list[dict], steps: int) -> None:
     rows: all so far. steps: of the whole run.
     """
     row = rows[-1]
-    spent = [sum(r[phase] for phase in PHASES) for r in rows[-20:]]
-    eta = fmean(spent) * (steps - row["step"] - 1)  # without the comparison at the end
+    spent = fmean(r["seconds"] + r["seconds_judge"] for r in rows[-20:])
+    eta = spent * (steps - row["step"] - 1)  # without the comparison at the end
     print(
         f"step {row['step']:3}  reward {row['reward_mean']:+.2f}  "
         f"value {plus_minus(row['value_mean'], row['value_stderr'], '+')}  "

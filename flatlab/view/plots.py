@@ -70,6 +70,7 @@ class RunGroup:
     look: dict[str, str]  # of LOOKS
     settings: dict[str, str]  # see settings_of()
     runs: list[RunData] = field(default_factory=list)
+    results: list[dict] = field(default_factory=list)  # of each run, see result_of()
     differs: str = ""  # settings that most groups of the table do not have
 
     @property

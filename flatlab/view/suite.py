@@ -201,10 +201,10 @@ def report(suite: dict, runs: list[RunData]) -> str:
         chance = interval(probability_of_improvement, *ours[name], *ours[other])
         parts.append(f"probability that {name} is better than {other}: {chance}")
     parts.append(f"over the tasks that all models have: {', '.join(sign.index)}")
-    return "\n\n".join(parts + notes(suite, runs))
+    return "\n\n".join([*parts, notes(suite, runs)])
 
 
-def notes(suite: dict, runs: list[RunData]) -> list[str]:
+def notes(suite: dict, runs: list[RunData]) -> str:
     """Lines about the settings, the tasks that were left out and the published attempts."""
     lines = []
     for run in runs:
@@ -214,7 +214,7 @@ def notes(suite: dict, runs: list[RunData]) -> list[str]:
         )
         for task, why in run.result["left_out"].items():
             lines.append(f"{run.dir}: without {task}. {why}")
-    return ["\n".join([*lines, suite["notes"]])] if runs else []
+    return "\n".join([*lines, suite["notes"]])
 
 
 def draw(tau, rho, models: list[str], ours: list[str]):

@@ -249,7 +249,7 @@ def sections(run: RunData, items: list[dict]) -> dict[str, list[dict]]:
 
 def learned(items: list[dict]) -> str:
     """The task and the rewards of a group, and how many of its episodes were trained."""
-    rewards = [item["reward"] for item in items if item["reward"] is not None] or [math.nan]
+    rewards = found(items, "reward") or [math.nan]
     low, high = min(rewards), max(rewards)
     trained = sum(bool(item["advantages"]) for item in items)
     how = f"{trained} of {len(items)} trained"
@@ -333,16 +333,18 @@ def table(runs: list[RunData]) -> str:
 
 def rows_of(groups: list[RunGroup]) -> list[dict]:
     """A row of texts per group of the same kind and task, the largest value first."""
-    pairs = [(group, [result_of(run) for run in group.runs]) for group in groups]
-    pairs.sort(key=mean_value, reverse=True)
-    return [row_of(*pair, difference(pair, pairs[0])) for pair in pairs]
+    for group in groups:
+        group.results = [result_of(run) for run in group.runs]
+    ranked = sorted(groups, key=mean_value, reverse=True)
+    return [row_of(group, ranked[0]) for group in ranked]
 
 
-def mean_value(pair: tuple[RunGroup, list[dict]]) -> float:
-    return fmean(found(pair[1], "value_mean") or [-math.inf])
+def mean_value(group: RunGroup) -> float:
+    return fmean(found(group.results, "value_mean") or [-math.inf])
 
 
-def row_of(group: RunGroup, results: list[dict], difference: str) -> dict:
+def row_of(group: RunGroup, best: RunGroup) -> dict:
+    results = group.results
     what, *_ = results[0]["what"].split(" (")  # without its step or its id
     return {
         "run": group.label,
@@ -351,7 +353,7 @@ def row_of(group: RunGroup, results: list[dict], difference: str) -> dict:
         "gain over untrained": cell(results, "difference", "+"),
         "rows ±": cell(results, "rows_error"),
         "of": f"{what}, {results[0]['part']}",
-        "difference": difference,
+        "difference": "" if group is best else difference(group, best),
         "faults": sum(map(faults, group.runs)),
         "differs in": group.differs,
     }
@@ -386,25 +388,23 @@ def mean_or_each(values: list[float], sign: str) -> str:
     return plus_minus(fmean(values), standard_error(values), sign)
 
 
-def difference(pair: tuple, best: tuple) -> str:
+def difference(group: RunGroup, best: RunGroup) -> str:
     """The difference of the values to the best ones, over the seeds that both have; without such
-    seeds the difference of the means. "" of the best one itself.
+    seeds the difference of the means.
     """
-    if pair is best:
-        return ""
-    values, others = values_of(*pair), values_of(*best)
+    values, others = values_of(group), values_of(best)
     pairs = [values[seed] - others[seed] for seed in values if seed in others]
     if pairs:
         return f"{mean_or_each(pairs, '+')} ({len(pairs)} paired)"
-    return plus_minus(mean_value(pair) - mean_value(best), None, "+")
+    return plus_minus(mean_value(group) - mean_value(best), None, "+")
 
 
-def values_of(group: RunGroup, results: list[dict]) -> dict:
+def values_of(group: RunGroup) -> dict:
     """The values by seed of one run, or of several the mean of each."""
-    if len(results) == 1:
-        return results[0]["values"]
-    seeds = zip(group.seeds, results)
-    return {seed: one["value_mean"] for seed, one in seeds if one["values"]}
+    if len(group.runs) == 1:
+        return group.results[0]["values"]
+    seeds = zip(group.seeds, group.results)
+    return {seed: result["value_mean"] for seed, result in seeds if result["values"]}
 
 
 def aligned(rows: list[dict]) -> str:
