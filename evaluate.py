@@ -239,7 +239,7 @@ def main() -> None:
     if cfg.suite:
         print(suite.report(given, [read_run(where) for where in directories]))
     elif len(directories) > 1:
-        console.compare(directories)
+        console.outcome(*directories)
 
 
 if __name__ == "__main__":

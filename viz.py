@@ -165,18 +165,6 @@ def step_summary(rows: list[dict]) -> str:
 # ------------------------------------------------------------------ start
 
 
-def transcripts_text(run: RunData, options: Options) -> list[str]:
-    """Texts of the transcripts that the options ask for."""
-    parts = []
-    if options.list or options.step is not None:
-        parts.append(f"{tables.heading(run)}\n\n{list_text(run, options.step)}")
-    if options.episode:
-        parts.append(show(pick(run, options.episode)))
-    if options.best:
-        parts.append(show(best_of(run)))
-    return parts
-
-
 def main(options: Options):
     runs, errors = find_runs(options.runs)
     if not (runs or options.suite):
@@ -184,7 +172,12 @@ def main(options: Options):
     parts, missing = [], []
     for run in runs:
         try:
-            parts += transcripts_text(run, options)
+            if options.list or options.step is not None:
+                parts.append(f"{tables.heading(run)}\n\n{list_text(run, options.step)}")
+            if options.episode:
+                parts.append(show(pick(run, options.episode)))
+            if options.best:
+                parts.append(show(best_of(run)))
         except UserError as error:
             missing.append(str(error))
     errors += missing

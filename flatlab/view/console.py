@@ -94,20 +94,12 @@ def episode_made(group, played: int, episodes: int, eta: float) -> None:
     )
 
 
-def outcome(directory: Path) -> None:
-    """Prints the outcome of one run in words; writes its pictures and page."""
-    run = read_run(directory)
-    show(tables.headline(run), [run])
-
-
-def compare(directories: list[Path]) -> None:
-    """Prints the table of several runs; writes their pictures and page."""
+def outcome(*directories: Path) -> None:
+    """Prints the outcome of one run in words, or the table of several; writes their pictures and
+    page.
+    """
     runs = [read_run(directory) for directory in directories]
-    show(tables.table(runs), runs)
-
-
-def show(text: str, runs: list) -> None:
-    """Prints a text about runs, and where everything lies; writes their pictures and page."""
+    text = tables.headline(runs[0]) if len(runs) == 1 else tables.table(runs)
     print(f"\n{text}\n")
     folder = page.write(runs)[-1].parent
     print(f"pictures: {folder}/*.png   page: {folder}/report.html   everything: {viewed(folder)}")

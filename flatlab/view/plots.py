@@ -21,7 +21,7 @@ from flatlab.view.reader import NOUNS, RunData, score_text
 # Okabe and Ito: distinct with any kind of colour vision; marks and dashes are for grey print
 COLOURS = "#0072B2 #D55E00 #009E73 #E69F00 #CC79A7 #56B4E9 #000000".split()
 LOOKS = [{"color": colour, "marker": mark} for colour, mark in zip(COLOURS, "os^DvPX")]
-DASHES = ("-", "--", ":")
+DASHES = "- -- :".split()
 GREY = "#888888"
 STYLE = {
     "font.size": 8,
@@ -302,7 +302,6 @@ def draw_panels(groups: list[RunGroup], panels=()):
     of its row. panels: others than those of PANELS. Raises UserError if no row has their keys.
     """
     import pandas
-    from matplotlib.lines import Line2D
 
     runs = [run for group in groups for run in group.runs]
     kind = runs[0].kind
@@ -337,9 +336,12 @@ def draw_panels(groups: list[RunGroup], panels=()):
         for group in groups:
             text = f"{group.label} {group.differs}"
             text = textwrap.fill(shorten(text, 200), int(15 * width))
-            handles.append(Line2D([], [], label=text, **group.look))
-        band = "mean over runs, band: ± standard error"
-        figure.legend(handles=handles, title=band, loc="outside lower center")
+            handles += axis.plot([], [], label=text, **group.look)
+        figure.legend(
+            handles=handles,
+            title="mean over runs, band: ± standard error",
+            loc="outside lower center",
+        )
     return figure
 
 

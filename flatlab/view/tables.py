@@ -45,8 +45,7 @@ def result_of(run: RunData) -> dict:
         if final["best_is_untrained"]:
             what = "untrained adapter"
         items = episode_items(run.dir / best["file"])
-        gain = {key: best[key] for key in best if key.startswith("difference")}
-        return gain | result_of_episodes(run, what, items, final["split"])
+        return best | result_of_episodes(run, what, items, final["split"])
     last = run.rows[-window_of(run.rows) :]
     means = {key: fmean(series(last, key)) for key in ("value_mean", "valid_share")}
     return means | {"what": f"last {count(len(last), 'step')}", "part": "training", "values": {}}
@@ -90,7 +89,7 @@ def faults(run: RunData) -> int:
 def heading(run: RunData) -> str:
     """One line about the run: name, task, mode, rule, seed, model, length."""
     config = run.config
-    keys = ("sampling_mode", "select", "seed", "model")
+    keys = "sampling_mode select seed model".split()
     facts = [value_text(config[key]) for key in keys if key in config]
     seconds = run.result.get("seconds") or sum(row.get("seconds", 0) for row in run.rows)
     size = count(len(run.rows), NOUNS[run.kind])
