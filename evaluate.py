@@ -119,11 +119,9 @@ def results(played: dict[int, Group], tasks: list) -> dict:
     """The numbers of result.json. value: on the test part if there is one."""
     groups = [*played.values()]
     found = metrics.evaluation(groups, tasks)
-    episodes = [episode for group in groups for episode in group.episodes]
     return found | {
         "value": found.get("test_value_mean", found["value_mean"]),
-        "tokens": sum(episode.reply_tokens for episode in episodes),
-        "seconds": sum(episode.seconds for episode in episodes),
+        "tokens": sum(episode.reply_tokens for group in groups for episode in group.episodes),
     }
 
 
@@ -143,8 +141,7 @@ def numbers_of(tasks: list, cfg: Config, left_out) -> list[int]:
     """The numbers of the episodes: tasks take turns, and those whose names are in left_out are
     skipped. Raises UserError if no task is left.
     """
-    every = range(cfg.episodes)
-    numbers = [number for number in every if tasks[number % len(tasks)].name not in left_out]
+    numbers = [n for n in range(cfg.episodes) if tasks[n % len(tasks)].name not in left_out]
     if not numbers:
         raise UserError("The first message of every task is too long: choose a larger --context.")
     return numbers

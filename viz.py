@@ -24,7 +24,6 @@ from typing import Literal
 import tyro
 
 from flatlab.errors import UserError
-from flatlab.numbers import count
 from flatlab.runs import cli
 from flatlab.view import page, plots, suite, tables
 from flatlab.view.reader import (
@@ -98,8 +97,8 @@ def list_text(run: RunData, step: int | None = None) -> str:
     """
     files, path = transcript_files(run), plots.best_path(run)
     if step is not None:
-        files = {str(step): files.get(str(step), list)}
-    if run.kind == "search" and step is None:
+        items = files.get(str(step), list)()
+    elif run.kind == "search":
         items = plots.depth_first(run.rows)
     else:
         items = read_all(files)
@@ -159,7 +158,7 @@ def step_summary(rows: list[dict]) -> str:
     window = plots.window_of(rows)
     means = {"first": frame.head(window).mean(), "last": frame.tail(window).mean()}
     table = pandas.DataFrame(means).to_string(float_format="{:.4g}".format)
-    return f"{table}\nmeans over {count(window, 'step')}"
+    return f"{table}\nmeans over {window} of {len(rows)} steps"
 
 
 # ------------------------------------------------------------------ start

@@ -17,8 +17,9 @@ def first_lines(cfg, tasks: list, path, why: str = "") -> None:
     for task in tasks:
         if warning := degenerate(task):
             print(f"warning  {task.name}: {warning}")
-        measure = f"{task.metric}, {task.direction}"
-        print(f"task     {task.name}: {measure}, baseline {task.baseline:.4g}")
+        print(
+            f"task     {task.name}: {task.metric}, {task.direction}, baseline {task.baseline:.4g}"
+        )
     print(f"model    {cfg.model.model}{path.note if path else ''}")
     if why:
         print(f"sandbox  {why}", flush=True)
@@ -142,11 +143,9 @@ def node_line(t, node) -> str:
     """One line about a Node of a Tree. mode: the sampling mode that was used for it."""
     digits = 6 if t.task.exact else 4
     score = "fault" if node.status == "fault" else "failed"
-    best = "-"
     if node.valid:
         score = f"{node.score:.{digits}f}"
-    if t.scored:
-        best = f"{t.best().score:.{digits}f}"
+    best = f"{t.best().score:.{digits}f}" if t.scored else "-"
     note = ""
     if t.task.exact and node.valid and node.improvement > 1:
         note = f"  ({node.score:.12g} is better than the reference)"

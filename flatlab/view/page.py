@@ -7,6 +7,7 @@ by jinja2; the security policy of the page names a secret of its one script, so 
 import base64
 import secrets
 import time
+from functools import partial
 from pathlib import Path
 
 from flatlab.files import write_whole
@@ -112,6 +113,8 @@ def sample(run: RunData) -> dict:
         names = steps[:LISTED_STEPS] + evaluations
     if run.kind == "search":
         whole = plots.best_nodes(run, MOST_NODES)
+        others = [row for row in run.rows if row["id"] not in whole]
+        files |= {row["id"]: partial(list, [row]) for row in others}  # reading them takes long
     items = [item | {"is_whole": name in whole} for name in names for item in files[name]()]
     return {
         "groups": tables.sections(run, items),

@@ -3,7 +3,7 @@
 import difflib
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from flatlab.task.value import value_of
 
 # Kinds of runs, and the noun for a row of each
 NOUNS = {"training": "step", "search": "node", "evaluation": "episode", "imitation": "step"}
-SCALE = ("baseline", "reference", "higher_is_better")
+SCALE = "baseline reference higher_is_better".split()
 # Name of a file of transcripts, or id of a node -> function that reads its transcripts
 Files = dict[str, Callable[[], list[dict]]]
 # Keys that result.json has from the first row on
@@ -83,7 +83,7 @@ def read_run(directory) -> RunData:
     return RunData(path, kind, result["task"], config, rows, rounds, result, fingerprint, **scale)
 
 
-def find_runs(paths: Sequence[Path]) -> tuple[list[RunData], list[str]]:
+def find_runs(paths) -> tuple[list[RunData], list[str]]:
     """The runs in these directories and one sentence for each that cannot be shown.
 
     The directory of a grid stands for its cells. Among several paths plain files are skipped,

@@ -180,9 +180,11 @@ def report(suite: dict, runs: list[RunData]) -> str:
     cells["place"] = ranked[KINDS[0]].rank(ascending=False, method="min")
     totals = means.groupby("model").mean()
     values = groups.value.agg(list)
-    ours = {str(run.dir): values.xs(str(run.dir), level=1) for run in runs}
-    for name, own in ours.items():
-        totals.loc[name, "value [95 %]"] = interval(mean_value, *own)
+    ours = {}
+    for run in runs:
+        name = str(run.dir)
+        ours[name] = values.xs(name, level=1)
+        totals.loc[name, "value [95 %]"] = interval(mean_value, *ours[name])
     if suite["attempts"]:
         scores = np.array([cells[kind].unstack(0) for kind in KINDS])
         baseline = totals.index.get_loc(BASELINE)
