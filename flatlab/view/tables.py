@@ -99,8 +99,8 @@ def heading(run: RunData) -> str:
 def headline(run: RunData) -> str:
     """The outcome of a run: value, share valid, score, part, uncertainty, and failures."""
     if run.kind == "imitation":
-        episodes = count(run.result["episodes"], "episode")
-        text = f"imitation of {episodes}: last loss {run.rows[-1]['loss']:.4f}."
+        loss = plus_minus(run.rows[-1]["loss"], None)
+        text = f"imitation of {count(run.result['episodes'], 'episode')}: last loss {loss}."
     else:
         text = f"{value_sentence(run)}. {ends(run)}."
     text = " ".join([text, f"Status: {run.status}.", *notes([run])])
@@ -175,6 +175,7 @@ def notes(runs: list[RunData]) -> list[str]:
 
 
 def states(run: RunData) -> dict:
+    """The keys of NOTES that are not in result.json."""
     result = run.result
     has_one_part = result.get("selected_on_test") or result.get("exact")
     is_tested = result.get("tested_id")
@@ -395,6 +396,8 @@ def difference(group: RunGroup, best: RunGroup) -> str:
     pairs = [values[seed] - others[seed] for seed in values if seed in others]
     if pairs:
         return f"{mean_or_each(pairs, '+')} ({len(pairs)} paired)"
+    if not (values and others):
+        return "-"
     return plus_minus(mean_value(group) - mean_value(best), None, "+")
 
 
