@@ -112,10 +112,10 @@ class Env(AbstractContextManager, AbstractAsyncContextManager):
         self.given = b""
         return self.sandbox
 
-    def reset(self, options: EpisodeOptions | None = None) -> str:
+    def reset(self, options: EpisodeOptions | None = None, policy=None) -> str:
         """Starts over, see restart(). Returns prompt()."""
         self.restart()
-        return self.prompt(options)
+        return self.prompt(options, policy)
 
     def restart(self) -> None:
         """Starts over in a new sandbox with the task's public files."""
@@ -130,13 +130,13 @@ class Env(AbstractContextManager, AbstractAsyncContextManager):
             with suppress(ArtefactError):
                 self.given = digest_of(read_artefacts(self.task, self.sandbox))
 
-    def prompt(self, options: EpisodeOptions | None = None) -> str:
-        """The system message and the first message for the workspace as it is now, as an agent
-        with an endless context would read them.
+    def prompt(self, options: EpisodeOptions | None = None, policy=None) -> str:
+        """The system message and the first message for the workspace as it is now, as the policy
+        would read them, or an agent with an endless context. See texts.first_messages.
         """
         options = options or EpisodeOptions()
         facts = texts.episode_facts(self, options)
-        return "\n\n".join(filter(None, texts.first_messages(self, options, facts)))
+        return "\n\n".join(filter(None, texts.first_messages(self, options, facts, policy)))
 
     def machine(self, options: EpisodeOptions) -> dict:
         """Facts about an episode and its sandbox for `limits` in the prompts file."""

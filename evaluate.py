@@ -33,9 +33,8 @@ from flatlab.train.batch import Group
 from flatlab.train.job import Job
 from flatlab.view import console, suite
 from flatlab.view.reader import read_run
-from flatlab.world import texts
 from flatlab.world.episode import Episode, run_episode
-from policy import choose_models, default_name, model_name, open_engine
+from policy import choose_models, model_name, open_engine
 
 FIRST_SEED = -(10**12)  # of the episodes with --seed 0; those of training are never that low
 
@@ -64,8 +63,8 @@ class Config:
     BOUNDS = options.BOUNDS | dict.fromkeys(("attempts", "episodes", "concurrency"), options.COUNT)
 
 
-async def evaluate(policy, tasks: list, cfg: Config, run) -> None:
-    """Plays the episodes that are not stored yet, and records each as it ends."""
+async def evaluate(policy, tasks: list, numbers: list[int], cfg: Config, run) -> None:
+    """Plays the episodes of these numbers that are not stored yet, and records each as it ends."""
     slots = asyncio.Semaphore(cfg.concurrency)
     played = stored_episodes(run, tasks)
     start = time.monotonic()
@@ -80,12 +79,16 @@ async def evaluate(policy, tasks: list, cfg: Config, run) -> None:
                     episode = await run_episode(world, policy, cfg.episode, seed, score_test=True)
                 if episode.status != "fault":
                     break
+        if cfg.url:
+            episode.packed = b""  # tokens of an endpoint are not the model's
         group = Group(number, task, [episode], [])
         played[number] = group
-        record(run, played, group, tasks)
+        checkpoint.save_groups(Job(run=run), number, [group])
+        if any(group.played for group in played.values()):
+            run.result(**results(played, tasks))
         spent = time.monotonic() - start
-        left = spent / (len(played) - before) * (cfg.episodes - len(played))
-        console.episode_made(group, len(played), cfg.episodes, left)
+        left = spent / (len(played) - before) * (len(numbers) - len(played))
+        console.episode_made(group, len(played), len(numbers), left)
         latest = [*played.values()][-3:]
         if len(latest) == 3 and not any(group.played for group in latest):
             raise UserError(
@@ -94,7 +97,7 @@ async def evaluate(policy, tasks: list, cfg: Config, run) -> None:
             )
 
     async with asyncio.TaskGroup() as together:
-        for number in range(cfg.episodes):
+        for number in numbers:
             if number not in played:
                 together.create_task(one(number))
     run.result(**results(played, tasks), status="finished")
@@ -102,36 +105,23 @@ async def evaluate(policy, tasks: list, cfg: Config, run) -> None:
 
 def stored_episodes(run, tasks: list) -> dict[int, Group]:
     """Groups of one episode that this run has played before, by number. Faults are played again."""
-    by_name = {task.name: task for task in tasks}
     played = {}
     for file in sorted((run.dir / "episodes").glob("[0-9]*.jsonl")):
         [row] = read_rows(file)
+        number = int(file.stem)
         episode = validated(Episode, row, file)
-        group = Group(int(file.stem), by_name[episode.task], [episode], [])
-        if group.played:
-            played[group.number] = group
+        if episode.status != "fault":
+            played[number] = Group(number, tasks[number % len(tasks)], [episode], [])
     return played
-
-
-def record(run, played: dict[int, Group], group: Group, tasks: list) -> None:
-    """Writes a transcript, and the results so far."""
-    [episode] = group.episodes
-    if run.config["url"]:
-        episode.packed = b""  # tokens of an endpoint are not the model's
-    checkpoint.save_groups(Job(run=run), group.number, [group])
-    if any(group.played for group in played.values()):
-        run.result(**results(played, tasks))
 
 
 def results(played: dict[int, Group], tasks: list) -> dict:
     """The numbers of result.json. value: on the test part if there is one."""
     groups = [*played.values()]
     found = metrics.evaluation(groups, tasks)
-    episodes = [episode for group in groups for episode in group.episodes]
     return found | {
         "value": found.get("test_value_mean", found["value_mean"]),
-        "tokens": sum(episode.reply_tokens for episode in episodes),
-        "seconds": sum(episode.seconds for episode in episodes),
+        "tokens": sum(episode.reply_tokens for group in groups for episode in group.episodes),
     }
 
 
@@ -140,30 +130,32 @@ def results(played: dict[int, Group], tasks: list) -> dict:
 SCRIPT = Path(__file__).stem  # a copy of this file makes runs of its own
 
 
-def is_finished(run, cfg: Config) -> bool:
-    """Returns whether all episodes are played."""
+def is_finished(run, tasks: list, cfg: Config) -> bool:
+    """Returns whether all episodes are played that can be."""
     result = run.results()
-    return result.get("status") == "finished" and result["n"] + result["faults"] >= cfg.episodes
+    numbers = numbers_of(tasks, cfg, result.get("left_out", ()))
+    return result.get("status") == "finished" and result["n"] + result["faults"] >= len(numbers)
 
 
-def leave_out_long(policy, tasks: list, cfg: Config, left_out: dict) -> tuple[list, int]:
-    """The tasks whose first message fits into the context, and the number of their episodes; the
-    others are added to left_out. Raises UserError if there is none.
+def numbers_of(tasks: list, cfg: Config, left_out) -> list[int]:
+    """The numbers of the episodes: tasks take turns, and those whose names are in left_out are
+    skipped. Raises UserError if no task is left.
     """
-    fitting = []
+    numbers = [n for n in range(cfg.episodes) if tasks[n % len(tasks)].name not in left_out]
+    if not numbers:
+        raise UserError("The first message of every task is too long: choose a larger --context.")
+    return numbers
+
+
+def leave_out_long(policy, tasks: list, cfg: Config, left_out: dict) -> None:
+    """Adds the tasks whose first message does not fit into the context to left_out: name -> why."""
     for task in tasks:
         with env.Env(task, cfg.sandbox) as world:
-            world.restart()
-            facts = texts.episode_facts(world, cfg.episode)
             try:
-                texts.first_messages(world, cfg.episode, facts, policy)
-                fitting.append(task)
+                world.reset(cfg.episode, policy)
             except UserError as error:
                 left_out[task.name] = str(error)
                 print(f"left out {task.name}: {error}")
-    if not fitting:
-        raise UserError("The first message of every task is too long: choose a larger --context.")
-    return fitting, cfg.episodes * len(fitting) // len(tasks)
 
 
 def seeds_of(cfg: Config, model: str | None, models: int) -> list[tuple]:
@@ -175,9 +167,7 @@ def seeds_of(cfg: Config, model: str | None, models: int) -> list[tuple]:
         own.model.model = model
         if cfg.suite:
             own.name = own.name or f"{SCRIPT}-{Path(cfg.suite).stem}-{own.seed}"
-        needs_folder = cfg.suite or own.name and models > 1
-        own.name = own.name or default_name(SCRIPT, own)
-        if needs_folder:
+        if cfg.suite or own.name and models > 1:
             own.name += f"/{model_name(own)}"
     return list(zip(configs, choose_models(SCRIPT, configs, cfg.url)))
 
@@ -195,7 +185,7 @@ def evaluate_model(cfg: Config, path, policy):
     if cfg.attempts:
         cfg.episodes = cfg.attempts * len(tasks)
     digests = env.digests(tasks, cfg.episode)
-    run = store.begin_run(cfg, digests, path, lambda run: is_finished(run, cfg))
+    run = store.begin_run(cfg, digests, path, lambda run: is_finished(run, tasks, cfg))
     if run.finished:
         print(f"{run.dir} was finished before: nothing was run.")
     else:
@@ -213,9 +203,10 @@ def evaluate_model(cfg: Config, path, policy):
             if cfg.url or not policy:  # connections of an endpoint are of one event loop
                 policy = open_engine(cfg, path, cfg.seed, cfg.concurrency)
             if cfg.suite:
-                tasks, cfg.episodes = leave_out_long(policy, tasks, cfg, left_out)
+                leave_out_long(policy, tasks, cfg, left_out)
                 run.result(left_out=left_out)
-            asyncio.run(evaluate(policy, tasks, cfg, run))
+            numbers = numbers_of(tasks, cfg, left_out)
+            asyncio.run(evaluate(policy, tasks, numbers, cfg, run))
     console.outcome(run.dir)
     return run.dir, policy
 
@@ -234,18 +225,18 @@ def main() -> None:
     names = {own.name for plan in plans for own, _ in plan}
     if len(names) < len(models) * len(cfg.seed):
         raise UserError("Two models have the same name: give each a command and a --name.")
-    runs = []
+    directories = []
     for plan in plans:
         policy = None  # one engine for all seeds of a model
         for own, path in plan:
             where, policy = evaluate_model(own, path, policy)
-            runs.append(read_run(where))
+            directories.append(where)
         if policy and path:
             policy.close()
-    if len(runs) > 1 and not cfg.suite:
-        console.compare([run.dir for run in runs])
     if cfg.suite:
-        print(suite.report(given, runs, runs[0].dir.parent))
+        print(suite.report(given, [read_run(where) for where in directories]))
+    elif len(directories) > 1:
+        console.outcome(*directories)
 
 
 if __name__ == "__main__":

@@ -767,7 +767,7 @@ def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train) -
     runs = [job.run for job in jobs if job.run]
     with_steps = [run.dir for run in runs if run.rows()]
     if len(with_steps) > 1:
-        console.compare(with_steps)
+        console.outcome(*with_steps)
     stopped = [text for run in runs if (text := run.results()["status"]).startswith("stopped: ")]
     if stopped and ranks.world == 1:
         sys.exit("\n".join(stopped))  # not with torchrun, which would restart a job that failed

@@ -14,9 +14,6 @@
 flatlab/runs/store.py describes what is in a run directory.
 """
 
-from __future__ import annotations
-
-import os
 import re
 import sys
 import textwrap
@@ -27,13 +24,13 @@ from typing import Literal
 import tyro
 
 from flatlab.errors import UserError
-from flatlab.numbers import count
 from flatlab.runs import cli
 from flatlab.view import page, plots, suite, tables
 from flatlab.view.reader import (
     NOUNS,
     RunData,
     find_runs,
+    folder_of,
     observed,
     read_all,
     score_text,
@@ -100,8 +97,8 @@ def list_text(run: RunData, step: int | None = None) -> str:
     """
     files, path = transcript_files(run), plots.best_path(run)
     if step is not None:
-        files = {str(step): files.get(str(step), list)}
-    if run.kind == "search" and step is None:
+        items = files.get(str(step), list)()
+    elif run.kind == "search":
         items = plots.depth_first(run.rows)
     else:
         items = read_all(files)
@@ -161,50 +158,41 @@ def step_summary(rows: list[dict]) -> str:
     window = plots.window_of(rows)
     means = {"first": frame.head(window).mean(), "last": frame.tail(window).mean()}
     table = pandas.DataFrame(means).to_string(float_format="{:.4g}".format)
-    return f"{table}\nmeans over {count(window, 'step')}"
+    return f"{table}\nmeans over {window} of {len(rows)} steps"
 
 
 # ------------------------------------------------------------------ start
-
-
-def transcripts_text(run: RunData, options: Options) -> list[str]:
-    """Texts of the transcripts that the options ask for."""
-    parts = []
-    if options.list or options.step is not None:
-        parts.append(f"{tables.heading(run)}\n\n{list_text(run, options.step)}")
-    if options.episode:
-        parts.append(show(pick(run, options.episode)))
-    if options.best:
-        parts.append(show(best_of(run)))
-    return parts
 
 
 def main(options: Options):
     runs, errors = find_runs(options.runs)
     if not (runs or options.suite):
         raise UserError("\n".join(errors) or "Name run directories: python viz.py logs/<run>")
-    parts = []
+    parts, missing = [], []
     for run in runs:
         try:
-            parts += transcripts_text(run, options)
+            if options.list or options.step is not None:
+                parts.append(f"{tables.heading(run)}\n\n{list_text(run, options.step)}")
+            if options.episode:
+                parts.append(show(pick(run, options.episode)))
+            if options.best:
+                parts.append(show(best_of(run)))
         except UserError as error:
-            errors.append(str(error))
-    wants_text = options.list or options.episode or options.best or options.step is not None
-    if wants_text and not parts:
+            missing.append(str(error))
+    errors += missing
+    if missing and not parts:
         raise UserError("\n".join(errors))
     for sentence in errors:
         print(sentence, file=sys.stderr)
     if parts:
         return say("\n\n".join(parts))
-    # the folder that all of them are in
-    folder = Path(os.path.commonpath([run.dir.resolve() for run in runs] or ["logs"]))
     if options.suite:
-        return say(suite.report(suite.read_suite(options.suite), runs, folder))
+        return say(suite.report(suite.read_suite(options.suite), runs))
     if options.plot:
-        paths = page.draw(runs, folder, options.format, options.plot)
+        paths = page.draw(runs, folder_of(runs), options.format, options.plot)
     else:
         say(summary(runs[0]) if len(runs) == 1 else tables.table(runs))
-        paths = page.write(runs, folder, options.format)
+        paths = page.write(runs, options.format)
     print("", *(f"wrote {path}" for path in paths), sep="\n")
 
 

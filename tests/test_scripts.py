@@ -23,6 +23,7 @@ from flatlab.train.batch import Group
 from flatlab.train.job import Job
 from flatlab.view.reader import read_run
 from flatlab.view.suite import read_suite, report
+from flatlab.world import texts
 from flatlab.world.episode import Episode, History, Segment
 from helpers import (
     MADE_BY,
@@ -325,7 +326,7 @@ def test_seeds_of_one_command_have_one_model(here, played):
 def test_a_task_whose_first_message_is_too_long_is_left_out_of_a_suite(here, played, monkeypatch):
     Path("suite.yaml").write_text("settings: {task: [titanic, digits], attempts: 2}\n")
     long = "too long " * 1000
-    real = evaluate.texts.first_messages
+    real = texts.first_messages
 
     def first_messages(world, options, facts, policy):
         if world.task.name == "titanic":
@@ -333,12 +334,16 @@ def test_a_task_whose_first_message_is_too_long_is_left_out_of_a_suite(here, pla
             facts |= {"task": world.task}
         return real(world, options, facts, policy)
 
-    monkeypatch.setattr(evaluate.texts, "first_messages", first_messages)
+    monkeypatch.setattr(texts, "first_messages", first_messages)
     code, out, _ = here("--suite suite.yaml --name a")
     assert code == 0
     assert "left out titanic: The first message of task titanic has" in out
     assert result_of("a/tiny")["n"] == 2
     assert result_of("a/tiny")["left_out"].keys() == {"titanic"}
+    assert [seed - evaluate.FIRST_SEED for seed in played.seeds] == [1, 3]  # as with both tasks
+    code, out, _ = here("--suite suite.yaml --name a")
+    assert (code, len(played.engines)) == (0, 1)
+    assert "logs/a/tiny was finished before" in out
 
 
 def test_a_suite_of_two_models_goes_on_and_stands_beside_published_ones(
@@ -369,7 +374,7 @@ def test_a_suite_of_two_models_goes_on_and_stands_beside_published_ones(
     assert "logs/a/other: without gone. The file" in out
     monkeypatch.delenv("MLGYM_ROOT")
     with user_error("logs/a/tiny is no evaluation of the suite builtin"):
-        report(read_suite("builtin"), [read_run("logs/a/tiny")], tmp_path)
+        report(read_suite("builtin"), [read_run("logs/a/tiny")])
 
 
 def test_an_endpoint_is_evaluated(here):

@@ -62,7 +62,8 @@ def test_the_area_by_hand(tmp_path, monkeypatch):
     log10 r <= tau are 97 (1.25), 301 (2) and 322 (2.1): each leaves 499 - tau steps.
     """
     monkeypatch.setenv("MLGYM_ROOT", str(make_root(tmp_path)))
-    text = suite.report(suite.read_suite(f"{tmp_path}/suite.yaml"), [], tmp_path)
+    monkeypatch.chdir(tmp_path)
+    text = suite.report(suite.read_suite(f"{tmp_path}/suite.yaml"), [])
     rows = [line.split() for line in text.split("\n\n")[0].splitlines()[2:]]
     h = 0.5 / 499
     x, y, baseline = (402 + 499) * h / 2, (499 + 177) * h / 2, 198 * h
@@ -72,17 +73,18 @@ def test_the_area_by_hand(tmp_path, monkeypatch):
     assert [*found] == ["x", "y", "baseline"]
     for name, areas in expected.items():
         assert found[name] == tuple(np.round(areas, 3))
-    assert (tmp_path / "profile.png").read_bytes()[1:4] == b"PNG"
+    assert (tmp_path / "logs/profile.png").read_bytes()[1:4] == b"PNG"
 
 
 @pytest.mark.skipif(not MLGYM, reason="set MLGYM_ROOT to a checkout of MLGym")
 def test_all_published_areas_of_a_checkout(tmp_path, monkeypatch):
     monkeypatch.setenv("MLGYM_ROOT", MLGYM)
+    monkeypatch.chdir(tmp_path)
     table = Path(MLGYM, "results/tables/aup_scores_aggregate_results.csv").read_text()
     published = {
         name: (float(best), float(last)) for name, best, last in csv.reader(table.splitlines()[1:])
     }
-    text = suite.report(suite.read_suite("mlgym"), [], tmp_path)
+    text = suite.report(suite.read_suite("mlgym"), [])
     rows = [line.split() for line in text.split("\n\n")[0].splitlines()[2:]]
     assert {name: (float(best), float(last)) for name, best, last in rows} == published
     assert len(published) == 13
@@ -90,14 +92,12 @@ def test_all_published_areas_of_a_checkout(tmp_path, monkeypatch):
 
 def test_intervals_resample_within_a_task():
     tasks = [np.zeros(3), np.ones(5)]
-    assert suite.interval(suite.mean_value, tasks) == "0.500 [0.500, 0.500]"
-    assert suite.interval(suite.mean_value, [*tasks, np.ones(1)]) == "0.667"
+    assert suite.interval(suite.mean_value, *tasks) == "0.500 [0.500, 0.500]"
+    assert suite.interval(suite.mean_value, *tasks, np.ones(1)) == "0.667"
     better = suite.probability_of_improvement
     # of four pairs three are larger and one is equal; of the other task all are smaller
-    assert better([np.array([1, 2]), np.zeros(1)], [np.array([1, 0]), np.ones(1)]) == 0.875 / 2
-    low, high = (
-        suite.interval(better, [np.arange(8)], [np.arange(8)]).split("[")[1][:-1].split(", ")
-    )
+    assert better(np.array([1, 2]), np.zeros(1), np.array([1, 0]), np.ones(1)) == 0.875 / 2
+    low, high = suite.interval(better, np.arange(8), np.arange(8)).split("[")[1][:-1].split(", ")
     assert 0.1 < float(low) < 0.35 and 0.65 < float(high) < 0.9  # +- 2 sqrt(2 * 8 / (12 * 64))
 
 

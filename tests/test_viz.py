@@ -150,7 +150,8 @@ def search_run(folder, nodes, seed=1, turns=None, **result):
 
 
 def searched(folder, seed=1):
-    return search_run(folder, LOSSES, seed, metric="loss", higher_is_better=False)
+    scale = {"metric": "loss", "higher_is_better": False, "value": 1.5}
+    return search_run(folder, LOSSES, seed, **scale)
 
 
 def printed(capsys, *arguments, **options):
@@ -368,7 +369,7 @@ def test_one_table_for_a_task_whatever_differs(tmp_path):
     shown = {row["run"]: row["differs in"] for row in rows(*runs)}
     assert shown == {
         "base (seeds 0, 1)": "prompts=agent.yaml@d",
-        "more": "steps=6, prompts=agent.yaml@d, reward=tiered",
+        "more": "steps=6, reward=tiered, prompts=agent.yaml@d",
         "other": "prompts=my.yaml@other",
         "edited": "prompts=agent.yaml@edited",
     }
@@ -435,7 +436,7 @@ def test_an_evaluation_is_the_mean_over_all_episodes_on_the_test_part_if_it_was_
     [row] = rows(tested)
     assert (row["of"], row["score"]) == ("all episodes, test", "0.7000 ± 0.0000")
     assert plots.so_far(run).to_list() == pytest.approx([1, 0, 0])
-    [path, _] = page.write([run], run.dir)
+    [path, _] = page.write([run])
     assert path.name == "curves.png"
 
 
@@ -607,8 +608,7 @@ def browse(path, script, fragment=""):
 
 
 def written(tmp_path, *runs):
-    folder = runs[0].dir if len(runs) == 1 else tmp_path
-    return page.write(list(runs), folder)[-1]
+    return page.write(list(runs))[-1]
 
 
 def test_the_page_of_a_long_training_shows_a_sample_and_says_so(tmp_path):

@@ -69,11 +69,11 @@ def summary(improvements: list[float | None], task=None) -> dict:
 
 def summary_text(result: dict, metric: str = "score", digits: int = 4) -> str:
     """'value +0.1200 ± 0.0310, 89% valid, accuracy 0.7012 ± 0.0101, best of 8: 0.7698'."""
-    value = plus_minus(result["value_mean"], result["value_stderr"], "+")
+    value = plus_minus(result["value_mean"], result.get("value_stderr"), "+")
     text = f"value {value}, {result['valid_share']:.0%} valid"
     if result.get("score_mean") is None:
         return text
-    score = plus_minus(result["score_mean"], result["score_stderr"], digits=digits)
+    score = plus_minus(result["score_mean"], result.get("score_stderr"), digits=digits)
     text += f", {metric} {score}"
-    best = result[f"score_best_of_{BEST_OF}"]
+    best = result.get(f"score_best_of_{BEST_OF}")
     return text if best is None else f"{text}, best of {BEST_OF}: {best:.4f}"

@@ -1,42 +1,38 @@
 """Text that training runs and searches print: at the start, at the end, and a line per node."""
 
-from __future__ import annotations
-
-import os
 import shlex
 from math import nan
 from pathlib import Path
 from statistics import fmean
 
 from flatlab.numbers import count, duration, plus_minus
-from flatlab.task.definition import Task
 from flatlab.task.sanity import degenerate
 from flatlab.task.value import value_of
-from flatlab.train.metrics import PHASES
 from flatlab.view import page, tables
 from flatlab.view.reader import read_run
 
 
-def first_lines(cfg, tasks: list[Task], path, why: str = "") -> None:
+def first_lines(cfg, tasks: list, path, why: str = "") -> None:
     """path: of the model, None for an endpoint. why: of the sandbox, if there are any."""
     for task in tasks:
         if warning := degenerate(task):
             print(f"warning  {task.name}: {warning}")
-        measure = f"{task.metric}, {task.direction}"
-        print(f"task     {task.name}: {measure}, baseline {task.baseline:.4g}")
+        print(
+            f"task     {task.name}: {task.metric}, {task.direction}, baseline {task.baseline:.4g}"
+        )
     print(f"model    {cfg.model.model}{path.note if path else ''}")
     if why:
         print(f"sandbox  {why}", flush=True)
 
 
-def banner(cfg, tasks: list[Task], path, why: str, run) -> None:
+def banner(cfg, tasks: list, path, why: str, run) -> None:
     """Prints the first lines of a training run."""
     first_lines(cfg, tasks, path, why)
     print(
         f"plan     {count(cfg.steps, 'step')} x {count(cfg.groups, 'group')} x "
         f"{count(cfg.group_size, 'episode')}, "
         f"{cfg.advantage} advantage, {cfg.loss} loss\n"
-        f"run      {run.dir}   (python viz.py {shlex.quote(str(run.dir))})",
+        f"run      {viewed(run.dir)}",
         flush=True,
     )
 
@@ -47,8 +43,8 @@ def step_made(run, rows: list[dict], steps: int) -> None:
     rows: all so far. steps: of the whole run.
     """
     row = rows[-1]
-    spent = [sum(r[phase] for phase in PHASES) for r in rows[-20:]]
-    eta = fmean(spent) * (steps - row["step"] - 1)  # without the comparison at the end
+    spent = fmean(r["seconds"] + r["seconds_judge"] for r in rows[-20:])
+    eta = spent * (steps - row["step"] - 1)  # without the comparison at the end
     print(
         f"step {row['step']:3}  reward {row['reward_mean']:+.2f}  "
         f"value {plus_minus(row['value_mean'], row['value_stderr'], '+')}  "
@@ -64,19 +60,13 @@ def step_made(run, rows: list[dict], steps: int) -> None:
 
 
 def farewell(run) -> None:
-    """Prints the comparison of the adapters and where everything lies; draws the curves and the
-    page, if there is a step.
-    """
+    """Prints the comparison of the adapters, and the outcome if there is a step."""
     if table := tables.final_table(run.results()):
-        print(f"\n{table}\n")
-    if not run.rows():
+        print(f"\n{table}")
+    if run.rows():
+        outcome(run.dir)
+    else:
         print(f"No step was made: there are no curves. Everything: {run.dir}")
-        return
-    record = read_run(run.dir)
-    page.write([record], run.dir)
-    for sentence in tables.notes([record]):
-        print(sentence)
-    print(f"pictures, page, transcripts and adapter: {run.dir}")
 
 
 # ------------------------------------------------------------------ imitations, evaluations
@@ -105,21 +95,20 @@ def episode_made(group, played: int, episodes: int, eta: float) -> None:
     )
 
 
-def outcome(directory: Path) -> None:
-    """Prints the outcome of one run in words; writes its pictures and page."""
-    record = read_run(directory)
-    page.write([record], directory)
-    print(f"\n{tables.headline(record)}")
-    print(f"\npictures: {directory}/*.png   page: {directory}/report.html", end="   ")
-    print(f"everything: {directory}   (python viz.py {shlex.quote(str(directory))})")
-
-
-def compare(directories: list[Path]) -> None:
-    """Prints the table of several runs; writes its pictures and page."""
+def outcome(*directories: Path) -> None:
+    """Prints the outcome of one run in words, or the table of several; writes their pictures and
+    page.
+    """
     runs = [read_run(directory) for directory in directories]
-    print(f"\n{tables.table(runs)}")
-    folder = Path(os.path.commonpath(directories))
-    print("", *(f"wrote {path}" for path in page.write(runs, folder)), sep="\n")
+    text = tables.headline(runs[0]) if len(runs) == 1 else tables.table(runs)
+    print(f"\n{text}\n")
+    folder = page.write(runs)[-1].parent
+    print(f"pictures: {folder}/*.png   page: {folder}/report.html   everything: {viewed(folder)}")
+
+
+def viewed(directory: Path) -> str:
+    """A directory, and the command that shows it."""
+    return f"{directory}   (python viz.py {shlex.quote(str(directory))})"
 
 
 # ------------------------------------------------------------------ searches
@@ -154,11 +143,9 @@ def node_line(t, node) -> str:
     """One line about a Node of a Tree. mode: the sampling mode that was used for it."""
     digits = 6 if t.task.exact else 4
     score = "fault" if node.status == "fault" else "failed"
-    best = "-"
     if node.valid:
         score = f"{node.score:.{digits}f}"
-    if t.scored:
-        best = f"{t.best().score:.{digits}f}"
+    best = f"{t.best().score:.{digits}f}" if t.scored else "-"
     note = ""
     if t.task.exact and node.valid and node.improvement > 1:
         note = f"  ({node.score:.12g} is better than the reference)"
@@ -178,12 +165,9 @@ def node_line(t, node) -> str:
 
 def round_line(row: dict) -> str:
     """One line of the terminal after a round of a search that learns."""
-    numbers = []
-    for key in tables.ROUNDS[: tables.ON_TERMINAL]:
-        if row.get(key) is not None:
-            text = f"{row[key]:.5g}" if isinstance(row[key], float) else row[key]
-            numbers.append(f"{key} {text}")
-    return "\n      ! ".join(["  ".join(numbers), *row["alarms"]])
+    keys = tables.ROUNDS[: tables.ON_TERMINAL]
+    numbers = "  ".join(f"{key} {row[key]:.5g}" for key in keys if row.get(key) is not None)
+    return "\n      ! ".join([numbers, *row["alarms"]])
 
 
 def report(trees: list, where: Path) -> None:
@@ -191,11 +175,12 @@ def report(trees: list, where: Path) -> None:
 
     where: directory of the run or grid.
     """
-    if where == trees[0].run.dir:
-        if trees[0].best() is not trees[0].root:
-            print(f"\nstrategy of the best node: {trees[0].best().idea or 'none'}")
+    first = trees[0]
+    if where == first.run.dir:
+        if first.best() is not first.root:
+            print(f"\nstrategy of the best node: {first.best().idea or 'none'}")
         outcome(where)
         return
     runs = [read_run(t.run.dir) for t in trees]
     print(f"\n{tables.table(runs)}\n")  # viz.py draws the pictures of a grid; they take minutes
-    print(f"everything: {where}   (python viz.py {shlex.quote(str(where))})")
+    print(f"everything: {viewed(where)}")

@@ -4,8 +4,6 @@ report.html opens without a server and asks for nothing. What a model or a comma
 by jinja2; the security policy of the page names a secret of its one script, so no other can run.
 """
 
-from __future__ import annotations
-
 import base64
 import secrets
 import time
@@ -14,7 +12,7 @@ from pathlib import Path
 
 from flatlab.files import write_whole
 from flatlab.view import plots, reader, tables
-from flatlab.view.reader import RunData, read_run, transcript_files
+from flatlab.view.reader import RunData, folder_of, read_run, transcript_files
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MOST_NODES = 300  # transcripts of a search or an evaluation on the page
@@ -63,13 +61,16 @@ def plot_now_and_then(directory: Path) -> None:
 # ------------------------------------------------------------------ the page
 
 
-def write(runs: list[RunData], folder: Path, format="png") -> list[Path]:
-    """Writes the pictures and report.html. format: pdf for pictures as PDF, too."""
+def write(runs: list[RunData], format="png") -> list[Path]:
+    """Writes the pictures and report.html into folder_of(runs). format: pdf for pictures as PDF,
+    too.
+    """
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     views = {"reader": reader, "tables": tables, "sample": sample, "tree": tree}
     template = environment.from_string(TEMPLATE.read_text(), views)
+    folder = folder_of(runs)
     paths = draw(runs, folder, format)
     shown = [path for path in paths if path.suffix == ".png" and path.stem != "tree"]
     html = template.render(
@@ -113,7 +114,7 @@ def sample(run: RunData) -> dict:
     if run.kind == "search":
         whole = plots.best_nodes(run, MOST_NODES)
         others = [row for row in run.rows if row["id"] not in whole]
-        files |= {row["id"]: partial(list, [row]) for row in others}
+        files |= {row["id"]: partial(list, [row]) for row in others}  # reading them takes long
     items = [item | {"is_whole": name in whole} for name in names for item in files[name]()]
     return {
         "groups": tables.sections(run, items),

@@ -5,14 +5,10 @@ runs or more it has a band of one standard error. Sizes are those of a paper: a 
 wide, a column 3.4. matplotlib and pandas are imported inside functions, because they are slow.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -25,8 +21,8 @@ from flatlab.view.reader import NOUNS, RunData, score_text
 # Okabe and Ito: distinct with any kind of colour vision; marks and dashes are for grey print
 COLOURS = "#0072B2 #D55E00 #009E73 #E69F00 #CC79A7 #56B4E9 #000000".split()
 LOOKS = [{"color": colour, "marker": mark} for colour, mark in zip(COLOURS, "os^DvPX")]
-DASHES = ("-", "--", ":")
-GREY, BLACK = "#888888", COLOURS[-1]
+DASHES = "- -- :".split()
+GREY = "#888888"
 STYLE = {
     "font.size": 8,
     "axes.grid": True,
@@ -74,6 +70,7 @@ class RunGroup:
     look: dict[str, str]  # of LOOKS
     settings: dict[str, str]  # see settings_of()
     runs: list[RunData] = field(default_factory=list)
+    results: list[dict] = field(default_factory=list)  # of each run, see result_of()
     differs: str = ""  # settings that most groups of the table do not have
 
     @property
@@ -113,10 +110,9 @@ def by_step(group: RunGroup, key: str):
     curves = []
     for run in group.runs:
         before = evaluation_columns(run.result.get("before") or {})
-        rows = [before, *(run.rounds or run.rows)]
-        steps = [row.get("step", number) for number, row in enumerate(rows, -1)]
-        curves.append(pandas.Series(series(rows, key), steps))
-    frame = pandas.concat(curves, axis=1).sort_index().dropna(how="all")
+        rows = enumerate([before, *(run.rounds or run.rows)], -1)
+        curves.append({row.get("step", number): row.get(key) for number, row in rows})
+    frame = pandas.DataFrame(curves, dtype=float).T.sort_index().dropna(how="all")
     frame.index += key.startswith("eval_")
     return frame
 
@@ -134,7 +130,7 @@ def draw_keys(axis, groups: list[RunGroup], keys: list[str]) -> None:
         for group in groups:
             frame = by_step(group, key)
             look = group.look if several else group.look | {"color": colour}
-            axis.plot(frame.index, frame, dash, color=look["color"], alpha=0.3, linewidth=0.7)
+            axis.plot(frame, dash, color=look["color"], alpha=0.3, linewidth=0.7)
             windows = frame.dropna().rolling(window_of(frame), center=True, min_periods=1)
             draw_mean(axis, windows.mean(), linestyle=dash, **look)
             if key.startswith("eval_") and len(groups) == len(group.runs) == 1:
@@ -162,7 +158,7 @@ def draw_mean(axis, frame, **look):
     frame: a DataFrame with a column for each run.
     """
     middle = frame.mean(axis=1)
-    axis.plot(middle, linewidth=1.5, markevery=0.2, **look)
+    axis.plot(middle, markevery=0.2, **look)
     if len(frame.columns) >= FEW_SEEDS:
         error = frame.sem(axis=1)
         band = middle - error, middle + error
@@ -191,24 +187,27 @@ def draw_nodes(axis, groups: list[RunGroup]) -> None:
     import pandas
 
     run = groups[0].runs[0]
-    edge = {"transform": axis.get_xaxis_transform(), "clip_on": False}
     for group in groups:
-        look = group.look | {"alpha": 0.5, "linestyle": ""}
         for one in group.runs:
+            look = group.look | {"alpha": 0.5, "linestyle": ""}
             numbers = np.arange(1, len(one.rows) + 1)
             values = np.maximum(WORST, series(one.rows, "improvement"))  # of the valid ones
             axis.plot(numbers, values, markersize=2, **look)
             failed = numbers[[row["outcome"] == "failed" for row in one.rows]]
-            axis.plot(failed, 0 * failed, **look | {"marker": "x"}, **edge)
+            look |= {"marker": "x", "transform": axis.get_xaxis_transform()}
+            axis.plot(failed, 0 * failed, clip_on=False, **look)
     axis.axhline(0, color=GREY, linestyle=":")
     axis.set_ylim(axis.get_ylim())  # the best one before a valid node, -1, would widen it
     for group in groups:
         # a run that has ended keeps its value
         frame = pandas.concat(map(so_far, group.runs), axis=1).ffill()
         draw_mean(axis, frame, drawstyle="steps-post", **group.look)
-    axis.set(title=f"{'best' if run.kind == 'search' else 'mean'} so far", ylabel=UNITS["value"])
-    axis.set_xlabel(f"{NOUNS[run.kind]}s (cross: failed)")
-    convert = partial(score_at, task=run), partial(improvement, task=run)
+    axis.set(
+        title=f"{'best' if run.kind == 'search' else 'mean'} so far",
+        xlabel=f"{NOUNS[run.kind]}s (cross: failed)",
+        ylabel=UNITS["value"],
+    )
+    convert = (lambda value: score_at(value, run)), (lambda score: improvement(score, run))
     right = axis.secondary_yaxis("right", functions=convert)
     right.set_ylabel(shorten(run.result["metric"], 40))
 
@@ -220,7 +219,7 @@ LINES = 40  # nodes of a panel
 
 def depth_first(rows: list[dict]) -> list[dict]:
     """The nodes in the order of a printed tree: 0.2 before 0.10."""
-    return sorted(rows, key=lambda row: [int(part) for part in row["id"].split(".")])
+    return sorted(rows, key=lambda row: [*map(int, row["id"].split("."))])
 
 
 def best_path(run: RunData) -> list[str]:
@@ -254,23 +253,23 @@ def draw_tree(run: RunData, link: str = "#"):
     room = 1 - 0.2 * -(-len(rows) // LINES)  # share of a panel beside the names
     width = (max(id.count(".") for id in shown) + 0.5) / room
     values = np.nan_to_num(series(rows, "value"), nan=WORST)
-    look = {"vmin": WORST, "vmax": values.max(), "edgecolors": BLACK, "zorder": 3, "s": 28}
+    look = {"vmin": WORST, "vmax": values.max(), "edgecolors": "black", "zorder": 3, "s": 28}
     at, marks = {"0": (0, 1)}, {}
     for number, row in enumerate(rows):
+        id = row["id"]
         panel, line = divmod(number, LINES)
-        x, y = at[row["id"]] = panel * width + row["id"].count("."), -line
+        x, y = at[id] = panel * width + id.count("."), -line
         start = at.get(row["parent"], (-1, 0))
         if start[0] < panel * width:
             start = (x - 0.7, y)
-        colour, thickness = (BLACK, 2) if row["id"] in path else (GREY, 0.7)
+        colour, thickness = ("black", 2) if id in path else (GREY, 0.7)
         axis.plot(*zip(start, (x, y)), color=colour, linewidth=thickness)
-        axis.text(x, y, f"   {row['id'][-10:]}  {score_text(row)}", va="center")
-        kind, mark = row["outcome"], "X"
+        axis.text(x, y, f"   {id[-10:]}  {score_text(row)}", va="center")
+        kind, look["marker"] = row["outcome"], "X"
         if kind == "valid":
-            kind, mark = row["op"], row["mark"]
-        look |= {"marker": mark, "label": shorten(kind, 20)}
+            kind, look["marker"] = row["op"], row["mark"]
+        look |= {"label": shorten(kind, 20), "urls": [link + id]}
         marks[kind] = axis.scatter(x, y, c=values[number], **look)
-        marks[kind].set_urls([link + row["id"]])
     axis.set_axis_off()
     axis.set(xlim=(None, (panel + 1) * width), title=f"{len(rows)} of {len(run.rows)} nodes")
     figure.colorbar(marks[kind], label="value", aspect=40)
@@ -298,12 +297,11 @@ def new_figure(width: float, height: float):
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def draw_panels(groups: list[RunGroup], panels: Sequence[str] = ()):
+def draw_panels(groups: list[RunGroup], panels=()):
     """A Figure with all panels of a kind of run, in rows of three; the last one takes what is left
     of its row. panels: others than those of PANELS. Raises UserError if no row has their keys.
     """
     import pandas
-    from matplotlib.lines import Line2D
 
     runs = [run for group in groups for run in group.runs]
     kind = runs[0].kind
@@ -319,18 +317,18 @@ def draw_panels(groups: list[RunGroup], panels: Sequence[str] = ()):
         raise UserError(f"{runs[0].dir} has no numbers '{panels[0]}'; it has {', '.join(has)}.")
     panels = shown or PANELS[kind][:1]
     columns = min(3, len(panels))
-    lines = -(-len(panels) // columns)
     width = PAGE if columns > 1 else COLUMN
-    figure = new_figure(width, 0.6 + 1.8 * lines + 0.15 * len(runs))
-    grid = figure.add_gridspec(lines, columns)
-    for place, keys in enumerate(panels):
-        line, column = divmod(place, columns)
-        end = columns if place + 1 == len(panels) else column + 1
-        shared = figure.axes[-1] if place > ("*nodes" in panels) else None
-        axis = figure.add_subplot(grid[line, column:end], sharex=shared, xlabel=x)
+    # the last one takes what is left of its row
+    cells = [*panels, *panels[-1:] * (-len(panels) % columns)]
+    mosaic = np.reshape(cells, (-1, columns))
+    figure = new_figure(width, 0.6 + 1.8 * len(mosaic) + 0.15 * len(runs))
+    axes = figure.subplot_mosaic(mosaic)
+    for keys, axis in axes.items():
+        axis.set_xlabel(x)
         if keys == "*nodes":
             draw_nodes(axis, groups)
         else:
+            axis.sharex(axes[panels[-1]])
             draw_keys(axis, groups, keys.split())
         axis.locator_params(axis="x", integer=True)
     if len(runs) > 1:
@@ -338,9 +336,12 @@ def draw_panels(groups: list[RunGroup], panels: Sequence[str] = ()):
         for group in groups:
             text = f"{group.label} {group.differs}"
             text = textwrap.fill(shorten(text, 200), int(15 * width))
-            handles.append(Line2D([], [], label=text, **group.look))
-        band = "mean over runs, band: ± standard error"
-        figure.legend(handles=handles, title=band, loc="outside lower center")
+            handles += axis.plot([], [], label=text, **group.look)
+        figure.legend(
+            handles=handles,
+            title="mean over runs, band: ± standard error",
+            loc="outside lower center",
+        )
     return figure
 
 

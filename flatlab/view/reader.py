@@ -1,10 +1,9 @@
 """Reads run directories. Their layout is described in runs/store.py."""
 
-from __future__ import annotations
-
 import difflib
+import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,9 @@ from flatlab.task.value import value_of
 
 # Kinds of runs, and the noun for a row of each
 NOUNS = {"training": "step", "search": "node", "evaluation": "episode", "imitation": "step"}
-SCALE = ("baseline", "reference", "higher_is_better")
+SCALE = "baseline reference higher_is_better".split()
+# Name of a file of transcripts, or id of a node -> function that reads its transcripts
+Files = dict[str, Callable[[], list[dict]]]
 # Keys that result.json has from the first row on
 NEEDED = {"kind", "task", "metric", "value", *SCALE}
 
@@ -82,7 +83,7 @@ def read_run(directory) -> RunData:
     return RunData(path, kind, result["task"], config, rows, rounds, result, fingerprint, **scale)
 
 
-def find_runs(paths: Sequence[Path]) -> tuple[list[RunData], list[str]]:
+def find_runs(paths) -> tuple[list[RunData], list[str]]:
     """The runs in these directories and one sentence for each that cannot be shown.
 
     The directory of a grid stands for its cells. Among several paths plain files are skipped,
@@ -98,6 +99,13 @@ def find_runs(paths: Sequence[Path]) -> tuple[list[RunData], list[str]]:
             except UserError as error:
                 errors.append(str(error))
     return runs, errors
+
+
+def folder_of(runs: list[RunData]) -> Path:
+    """The folder that all runs are in; the directory of a single one; logs/ without any."""
+    if len(runs) == 1:
+        return runs[0].dir
+    return Path(os.path.commonpath([run.dir.resolve() for run in runs] or ["logs"]))
 
 
 def with_outcome(row: dict) -> dict:
@@ -116,8 +124,8 @@ def score_text(item: dict) -> str:
 # ------------------------------------------------------------------ transcripts
 
 
-def transcript_files(run: RunData) -> dict[str, Callable[[], list[dict]]]:
-    """Functions that read transcripts: one for each node, or for each file of episodes.
+def transcript_files(run: RunData) -> Files:
+    """The transcripts of a run, of a function for each node or each file of episodes.
 
     Names: "12" (a step of training), "before", "eval-9", "final-best", "0.2.1" (a node).
     Keys of a transcript: id ("12/3": number 3 of a file; the name alone if the file holds one),
@@ -134,11 +142,11 @@ def transcript_files(run: RunData) -> dict[str, Callable[[], list[dict]]]:
     return {id: partial(node_items, id, nodes, run.dir) for id in nodes}
 
 
-def read_all(files: dict[str, Callable[[], list[dict]]]) -> list[dict]:
+def read_all(files: Files) -> list[dict]:
     return [item for read in files.values() for item in read()]
 
 
-def episode_files(directory: Path) -> dict[str, Callable[[], list[dict]]]:
+def episode_files(directory: Path) -> Files:
     files = {}
     for path in sorted((directory / "episodes").glob("*.jsonl")):
         name = re.sub(r"0*(\d+)$", r"\1", path.stem)

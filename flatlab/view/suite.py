@@ -4,8 +4,6 @@ Our runs and published results become the same table with a row for each attempt
 score is the best of all validates; the score of its submission is the last one.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from pathlib import Path
@@ -17,35 +15,35 @@ from flatlab.files import read_mapping, write_whole
 from flatlab.runs.fingerprint import ROOT
 from flatlab.task.mledojo import mledojo_names
 from flatlab.view import plots
-from flatlab.view.reader import RunData
+from flatlab.view.reader import RunData, folder_of
 
 KINDS = ["best attempt", "best submission"]
-MEANS = ["value", "valid", "position", "tokens", "seconds_env", "seconds"]  # of our attempts
+MEANS = "value valid position tokens seconds_env seconds".split()  # of our attempts
 BASELINE = "baseline"  # name of its row
-RESAMPLES = 1000  # of a bootstrap
 # looks of the published models: twenty different ones
-GREYS = ["0", "0.6", "0.3", "0.8", "0.45"] * 4
-LINES = ["-", "--", "-.", ":"] * 5
+GREYS = "0 0.6 0.3 0.8 0.45".split() * 4
+LINES = "- -- -. :".split() * 5
 
 
 def read_suite(name: str) -> dict:
     """The file configs/suites/<name>.yaml, or the one at this path; mlgym.yaml explains its keys.
-    Adds its name, the root of its tasks, and the published attempts.
+    Adds its name and the published attempts.
 
     Raises UserError if there is no such file, or if it needs a root that is not set or is empty.
     """
     path = Path(name) if name.endswith(".yaml") else ROOT / f"configs/suites/{name}.yaml"
     suite = {"name": name, "needs": "", "settings": {}, "notes": ""} | read_mapping(path)
-    for variable in {"MLGYM_ROOT", "MLEDOJO_ROOT"} - {suite["needs"]}:
+    needs = suite["needs"]
+    for variable in {"MLGYM_ROOT", "MLEDOJO_ROOT"} - {needs}:
         if os.environ.pop(variable, None):  # it may hold other tasks of the same names
             print(f"note     the suite {name} does not use ${variable}")
-    root = os.environ.get(suite["needs"])
-    suite["root"] = Path(root or "")
-    if suite["needs"] and not root:
-        raise UserError(f"The suite {name} needs ${suite['needs']}, the folder of its tasks.")
-    if suite["needs"] == "MLEDOJO_ROOT":
-        suite["settings"].setdefault("task", mledojo_names(suite["root"]))
-    suite["attempts"] = published(suite["root"], suite["published"]) if "published" in suite else []
+    root = os.environ.get(needs, "")
+    if needs and not root:
+        raise UserError(f"The suite {name} needs ${needs}, the folder of its tasks.")
+    root = Path(root)
+    if needs == "MLEDOJO_ROOT":
+        suite["settings"].setdefault("task", mledojo_names(root))
+    suite["attempts"] = published(root, suite["published"]) if "published" in suite else []
     return suite
 
 
@@ -62,8 +60,12 @@ def attempt(model: str, task: str, larger: bool, scores: list) -> dict:
     return best | {"model": model, "task": task, "sign": sign}
 
 
-def played(run: RunData) -> list[dict]:
-    """The attempts of a run, with MEANS. A fault is none."""
+def played(run: RunData, suite: str) -> list[dict]:
+    """The attempts of a run, with MEANS. A fault is none. Raises UserError if there are none, or if
+    the run is an evaluation of something else than the suite of this name.
+    """
+    if Path(run.config.get("suite") or "").stem != suite:
+        raise UserError(f"{run.dir} is no evaluation of the suite {suite}.")
     found = []
     for item in run.rows:
         task, turns = item["task"], item["turns"]
@@ -73,6 +75,8 @@ def played(run: RunData) -> list[dict]:
             item["seconds_env"] = sum(turn["seconds_env"] for turn in turns)
             larger = run.result["larger_is_better"][task]
             found.append(item | attempt(str(run.dir), task, larger, scores))
+    if not found:
+        raise UserError(f"{run.dir} has faults only.")
     return found
 
 
@@ -115,52 +119,51 @@ def performance_profiles(scores: np.ndarray, baseline: int, sign: np.ndarray) ->
     return tau, rho, areas.round(3)
 
 
-def mean_value(tasks: list[np.ndarray]) -> float:
+def mean_value(*tasks) -> float:
     """Mean over the tasks of the mean of their values, each of shape (attempts,)."""
-    return np.mean([values.mean() for values in tasks])
+    return np.mean([np.mean(values) for values in tasks])
 
 
-def probability_of_improvement(tasks: list[np.ndarray], others: list[np.ndarray]) -> float:
-    """Mean over the tasks of P(X > Y), an equal pair counts half (arXiv 2108.13264, sec. 4.3)."""
+def probability_of_improvement(*tasks) -> float:
+    """Mean over the tasks of P(X > Y), an equal pair counts half (arXiv 2108.13264, sec. 4.3).
+
+    tasks: the values of a model at each task, then those of the other one.
+    """
     shares = []
-    for x, y in zip(tasks, others):
-        differences = np.subtract.outer(x, y)
-        shares.append(np.sign(differences).mean() / 2 + 0.5)
+    half = len(tasks) // 2
+    for x, y in zip(tasks, tasks[half:]):
+        signs = np.sign(np.subtract.outer(x, y))
+        shares.append(signs.mean() / 2 + 0.5)
     return np.mean(shares)
 
 
-def interval(statistic, *models: list[np.ndarray]) -> str:
+def interval(statistic, *tasks) -> str:
     """A 95 % interval: attempts are resampled within their task (arXiv 2108.13264, sec. 4.1). There
     is none if a task has a single attempt.
     """
-    middle = f"{statistic(*models):.3f}"
-    if min(map(len, sum(models, []))) < 2:
+    from scipy.stats import bootstrap
+
+    middle = f"{statistic(*tasks):.3f}"
+    if min(map(len, tasks)) < 2:
         return middle
-    draw = np.random.default_rng(0).choice
-    found = []
-    for _ in range(RESAMPLES):
-        drawn = [[draw(values, len(values)) for values in tasks] for tasks in models]
-        found.append(statistic(*drawn))
-    low, high = np.quantile(found, [0.025, 0.975])
+    drawn = bootstrap(tasks, statistic, n_resamples=1000, method="percentile", rng=0)
+    low, high = drawn.confidence_interval
     return f"{middle} [{low:.3f}, {high:.3f}]"
 
 
 # ------------------------------------------------------------------ tables and picture
 
 
-def report(suite: dict, runs: list[RunData], folder: Path) -> str:
-    """Text of the tables. Writes <folder>/profile.png if there are published results.
+def report(suite: dict, runs: list[RunData]) -> str:
+    """Text of the tables. Writes profile.png into folder_of(runs) if there are published results.
 
     Raises UserError if there is no task that all models have, or for a run of something else.
     """
     import pandas
 
+    attempts = [*suite["attempts"]]
     for run in runs:
-        if Path(run.config.get("suite") or "").stem != Path(suite["name"]).stem:
-            raise UserError(f"{run.dir} is no evaluation of the suite {suite['name']}.")
-        if not played(run):
-            raise UserError(f"{run.dir} has faults only.")
-    attempts = sum(map(played, runs), suite["attempts"])
+        attempts += played(run, Path(suite["name"]).stem)
     frame = pandas.DataFrame(attempts, columns=["model", "task", "sign", *KINDS, *MEANS])
     if frame.position.any():  # there are leaderboards
         frame.loc[frame.valid.eq(False), "position"] = 0
@@ -169,41 +172,41 @@ def report(suite: dict, runs: list[RunData], folder: Path) -> str:
     if frame.empty:
         raise UserError("Name evaluations that have a task in common with the suite.")
     groups = frame.groupby(["task", "model"])
-    gains, means = groups[KINDS].max(), groups[MEANS].mean()
+    gains = groups[KINDS].max()
+    means = groups[MEANS].mean()
     sign = frame.groupby("task").sign.first()
     cells = gains.mul(sign, axis=0, level=0).join(means[["value", "valid"]])
     ranked = gains.drop(BASELINE, level=1, errors="ignore").groupby("task")
     cells["place"] = ranked[KINDS[0]].rank(ascending=False, method="min")
     totals = means.groupby("model").mean()
+    values = groups.value.agg(list)
     ours = {}
     for run in runs:
         name = str(run.dir)
-        own = frame[frame.model == name].groupby("task").value
-        ours[name] = [values.to_numpy() for _, values in own]
-        totals.loc[name, "value [95 %]"] = interval(mean_value, ours[name])
+        ours[name] = values.xs(name, level=1)
+        totals.loc[name, "value [95 %]"] = interval(mean_value, *ours[name])
     if suite["attempts"]:
-        names = [*totals.index]
         scores = np.array([cells[kind].unstack(0) for kind in KINDS])
-        tau, rho, areas = performance_profiles(scores, names.index(BASELINE), sign.to_numpy())
-        picture = draw(tau, rho, names, ours)
-        folder.mkdir(exist_ok=True)
-        write_whole(folder / "profile.png", plots.encoded(picture, "png"))
+        baseline = totals.index.get_loc(BASELINE)
+        tau, rho, areas = performance_profiles(scores, baseline, sign.to_numpy())
+        picture = folder_of(runs) / "profile.png"
+        picture.parent.mkdir(exist_ok=True)
+        figure = draw(tau, rho, [*totals.index], ours)
+        write_whole(picture, plots.encoded(figure, "png"))
+        print(f"wrote {picture}\n")
         totals[[f"AUP, {kind}" for kind in KINDS]] = areas.T
         totals = totals.sort_values([*totals], ascending=False)
-        print(f"wrote {folder / 'profile.png'}\n")
-    cells = cells[cells.index.isin(ours, level=1)]
-    totals = totals.dropna(axis=1, how="all")
-    parts = []
-    for table in filter(len, (cells, totals)):
-        parts.append(table.to_string(float_format="{:.4g}".format, na_rep="-"))
-    for (name, values), (other, others) in itertools.combinations(ours.items(), 2):
-        chance = interval(probability_of_improvement, values, others)
+    tables = cells.dropna(subset="value"), totals.dropna(axis=1, how="all")  # cells of ours alone
+    look = {"float_format": "{:.4g}".format, "na_rep": "-"}
+    parts = [table.to_string(**look) for table in tables if len(table)]
+    for name, other in itertools.combinations(ours, 2):
+        chance = interval(probability_of_improvement, *ours[name], *ours[other])
         parts.append(f"probability that {name} is better than {other}: {chance}")
     parts.append(f"over the tasks that all models have: {', '.join(sign.index)}")
-    return "\n\n".join(parts + notes(suite, runs))
+    return "\n\n".join([*parts, notes(suite, runs)])
 
 
-def notes(suite: dict, runs: list[RunData]) -> list[str]:
+def notes(suite: dict, runs: list[RunData]) -> str:
     """Lines about the settings, the tasks that were left out and the published attempts."""
     lines = []
     for run in runs:
@@ -213,7 +216,7 @@ def notes(suite: dict, runs: list[RunData]) -> list[str]:
         )
         for task, why in run.result["left_out"].items():
             lines.append(f"{run.dir}: without {task}. {why}")
-    return ["\n".join([*lines, suite["notes"]])] if runs else []
+    return "\n".join([*lines, suite["notes"]])
 
 
 def draw(tau, rho, models: list[str], ours: list[str]):

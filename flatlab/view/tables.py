@@ -6,18 +6,14 @@ three has no interval, and each value is shown instead. Values of two results th
 same seed are compared in pairs, which takes out what the seed has in common.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
-from dataclasses import dataclass
 from statistics import fmean
 
 from flatlab.numbers import BEST_OF, count, duration, plus_minus, standard_error, value_text
-from flatlab.task.value import improvement, summary, summary_text
+from flatlab.task.value import summary, summary_text
 from flatlab.train.metrics import fell_by_half
-from flatlab.view import plots
-from flatlab.view.plots import FEW_SEEDS, LOOKS, RunGroup, series
+from flatlab.view.plots import FEW_SEEDS, LOOKS, RunGroup, series, window_of
 from flatlab.view.reader import (
     NOUNS,
     RunData,
@@ -30,25 +26,15 @@ from flatlab.view.reader import (
 # ------------------------------------------------------------------ results
 
 
-@dataclass(frozen=True)
-class Result:
-    """The value of a run.
+def result_of(run: RunData) -> dict:
+    """The value of a run. Training: of the best adapter on the fresh seeds at the end, or of the
+    last steps before that.
 
-    what: the adapter, node or episodes that have it. part: of the data. values: by seed; one for
-    each episode, or a single one for the best node of a search. facts: of summary(), except that
-    valid_share is over all nodes of a search; rows_error is the standard error of a score over the
-    rows or games of the part, mean over the episodes. seed: of the run.
+    Keys: those of summary(), except that valid_share is over all nodes of a search. what: the
+    adapter, node or episodes that have the value. part: of the data. values: by seed; one for each
+    episode, or a single one for the best node of a search. rows_error: the standard error of a
+    score over the rows or games of the part, mean over the episodes.
     """
-
-    what: str
-    part: str
-    values: dict
-    facts: dict
-    seed: int
-
-
-def result_of(run: RunData) -> Result:
-    """Training: the best adapter on the fresh seeds at the end, or the last steps before that."""
     if run.kind == "search":
         return best_node(run)
     if run.kind == "evaluation":
@@ -59,39 +45,38 @@ def result_of(run: RunData) -> Result:
         if final["best_is_untrained"]:
             what = "untrained adapter"
         items = episode_items(run.dir / best["file"])
-        result = result_of_episodes(run, what, items, final["split"])
-        result.facts.update({key: best[key] for key in best if key.startswith("difference")})
-        return result
-    last = run.rows[-plots.window_of(run.rows) :]
-    facts = {key: fmean(series(last, key)) for key in ("value_mean", "valid_share")}
-    facts["value_stderr"] = None
-    return Result(f"last {count(len(last), 'step')}", "training", {}, facts, run.config["seed"])
+        return best | result_of_episodes(run, what, items, final["split"])
+    last = run.rows[-window_of(run.rows) :]
+    means = {key: fmean(series(last, key)) for key in ("value_mean", "valid_share")}
+    return means | {"what": f"last {count(len(last), 'step')}", "part": "training", "values": {}}
 
 
-def result_of_episodes(run: RunData, what: str, items: list[dict], split: str) -> Result:
+def result_of_episodes(run: RunData, what: str, items: list[dict], split: str) -> dict:
     """split: the part that was scored, unless the test part was scored, too."""
     graded = [item for item in items if item["outcome"] != "fault"]
-    part = "test" if any(item["is_tested"] for item in graded) else split
     task = None if " " in run.task else run
-    facts = summary([item["improvement"] for item in graded], task)
-    errors = [item["stderr"] for item in graded if item["stderr"] is not None]
-    if errors and task:
-        facts["rows_error"] = fmean(errors)
-    values = {(item["task"], item["seed"]): item["value"] for item in graded}
-    return Result(what, part, values, facts, run.config["seed"])
+    errors = found(graded, "stderr")
+    return summary([item["improvement"] for item in graded], task) | {
+        "what": what,
+        "part": "test" if any(item["is_tested"] for item in graded) else split,
+        "values": {(item["task"], item["seed"]): item["value"] for item in graded},
+        "rows_error": fmean(errors) if errors and task else None,
+    }
 
 
-def best_node(run: RunData) -> Result:
+def best_node(run: RunData) -> dict:
     """The best node: its test score, or without one the score that it was chosen by."""
-    result, seed = run.result, run.config["seed"]
-    what = f"best node ({result['best_id']})" if result["best_id"] else "no valid node"
-    score, error, part = result["best_score"], result["best_stderr"], result["split"]
-    if result["tested_id"]:
-        score, error = result["test_score"], result["test_stderr"]
-        part = part if result["exact"] else "test"
-    facts = summary([None if score is None else improvement(score, run)], run)
-    facts |= {"valid_share": result["valid_share"], "rows_error": error}
-    return Result(what, part, {seed: facts["value_mean"]}, facts, seed)
+    result = run.result
+    scored = "test" if result["tested_id"] else "best"
+    return {
+        "what": f"best node ({result['best_id']})" if result["best_id"] else "no valid node",
+        "part": "test" if scored == "test" and not result["exact"] else result["split"],
+        "values": {run.config["seed"]: result["value"]},
+        "value_mean": result["value"],
+        "valid_share": result["valid_share"],
+        "score_mean": result[f"{scored}_score"],
+        "rows_error": result[f"{scored}_stderr"],
+    }
 
 
 def faults(run: RunData) -> int:
@@ -104,7 +89,7 @@ def faults(run: RunData) -> int:
 def heading(run: RunData) -> str:
     """One line about the run: name, task, mode, rule, seed, model, length."""
     config = run.config
-    keys = ("sampling_mode", "select", "seed", "model")
+    keys = "sampling_mode select seed model".split()
     facts = [value_text(config[key]) for key in keys if key in config]
     seconds = run.result.get("seconds") or sum(row.get("seconds", 0) for row in run.rows)
     size = count(len(run.rows), NOUNS[run.kind])
@@ -124,15 +109,15 @@ def headline(run: RunData) -> str:
 
 def value_sentence(run: RunData) -> str:
     result = result_of(run)
-    if result.what == "no valid node":
-        return f"{result.what}: {why_none(run)}"
+    if result["what"] == "no valid node":
+        return f"no valid node: {why_none(run)}"
     digits = 6 if run.result.get("exact") else 4
-    text = summary_text(result.facts, run.result["metric"], digits)
+    text = summary_text(result, run.result["metric"], digits)
     direction = "higher is better" if run.higher_is_better else "lower is better"
-    scale = f"{result.part} part; {direction}, baseline {run.baseline:.4f}"
-    if error := result.facts.get("rows_error"):
+    scale = f"{result['part']} part; {direction}, baseline {run.baseline:.4f}"
+    if error := result.get("rows_error"):
         scale += f"; ± {error:.4f} over its rows"
-    return f"{result.what}: {text} ({scale})"
+    return f"{result['what']}: {text} ({scale})"
 
 
 def ends(run: RunData) -> str:
@@ -149,14 +134,15 @@ def why_none(run: RunData) -> str:
     ends = Counter(row["status"].replace("_", " ") for row in run.rows)
     parts = [f"{number} x {status}" for status, number in ends.most_common()]
     turns = [turn for item in read_all(transcript_files(run)) for turn in item["turns"]]
-    wrong = [turn["observation"] for turn in turns if turn["status"] in ("rejected", "invalid")]
-    said = Counter(text.partition("\n")[0] for text in wrong)
+    wrong = [turn for turn in turns if turn["status"] in ("rejected", "invalid")]
+    said = Counter(turn["observation"].partition("\n")[0] for turn in wrong)
     for text, number in said.most_common(1):
         parts.append(f"{number} of {len(turns)} replies: {text.rstrip('.')}")
     return "; ".join(parts)
 
 
-# Keys of result.json -> sentences for runs where they are neither 0, false nor empty
+# Keys of result.json and of states() -> sentences for runs where they are neither 0, false nor
+# empty
 NOTES = {
     "selected_on_test": "the task has a test part only, so the best was chosen on it and its score "
     "is optimistic",
@@ -167,6 +153,13 @@ NOTES = {
     "none: the replies held too few that could be read",
     "unread_strategies": "{unread_strategies} strategies in replies could not be read: their JSON "
     "was damaged or cut off",
+    "is_invalid_on_test": "the best node is not valid on the test part",
+    "is_untested": "the best node was not scored on the test part",
+    "is_read_again": "a search that went on with more --nodes has read the test part {test_reads} "
+    "times",
+    "is_local": "the selection rule replaced the sampling mode of some nodes",
+    "is_mixed": "its code changed while it went on",
+    "last_alarms": "the last alarms: {last_alarms}",
 }
 
 
@@ -174,31 +167,27 @@ def notes(runs: list[RunData]) -> list[str]:
     """Sentences about what the numbers do not say, with the names of their runs."""
     names = {}
     for run in runs:
-        for sentence in notes_of(run):
-            names.setdefault(sentence, []).append(run.name)
+        facts = run.result | states(run)
+        for key in NOTES:
+            if facts.get(key):
+                names.setdefault(NOTES[key].format(**facts), []).append(run.name)
     return [f"{', '.join(same)}: {sentence}." for sentence, same in names.items()]
 
 
-def notes_of(run: RunData) -> list[str]:
+def states(run: RunData) -> dict:
+    """The keys of NOTES that are not in result.json."""
     result = run.result
-    sentences = [text.format(**result) for key, text in NOTES.items() if result.get(key)]
-    has_test = not (result.get("selected_on_test") or result.get("exact"))
-    if result.get("tested_id"):
-        if result["test_score"] is None:
-            sentences.append("the best node is not valid on the test part")
-    elif result.get("best_id") and has_test:
-        sentences.append("the best node was not scored on the test part")
-    if (reads := result.get("test_reads", 0)) > 1:
-        sentences.append(
-            f"a search that went on with more --nodes has read the test part {reads} times"
-        )
-    if "local" in result.get("sampling_modes_used", ()):
-        sentences.append("the selection rule replaced the sampling mode of some nodes")
-    if len(run.fingerprint.get("code", ())) > 1:
-        sentences.append("its code changed while it went on")
-    if alarms := [text for row in run.rows + run.rounds for text in row.get("alarms", ())]:
-        sentences.append(f"the last alarms: {'; '.join(alarms[-3:])}")
-    return sentences
+    has_one_part = result.get("selected_on_test") or result.get("exact")
+    is_tested = result.get("tested_id")
+    alarms = [text for row in run.rows + run.rounds for text in row.get("alarms", ())]
+    return {
+        "is_invalid_on_test": is_tested and result["test_score"] is None,
+        "is_untested": result.get("best_id") and not is_tested and not has_one_part,
+        "is_read_again": result.get("test_reads", 0) > 1,
+        "is_local": "local" in result.get("sampling_modes_used", ()),
+        "is_mixed": len(run.fingerprint.get("code", ())) > 1,
+        "last_alarms": "; ".join(alarms[-3:]),
+    }
 
 
 # ------------------------------------------------------------------ rounds
@@ -260,7 +249,7 @@ def sections(run: RunData, items: list[dict]) -> dict[str, list[dict]]:
 
 def learned(items: list[dict]) -> str:
     """The task and the rewards of a group, and how many of its episodes were trained."""
-    rewards = [item["reward"] for item in items if item["reward"] is not None] or [math.nan]
+    rewards = found(items, "reward") or [math.nan]
     low, high = min(rewards), max(rewards)
     trained = sum(bool(item["advantages"]) for item in items)
     how = f"{trained} of {len(items)} trained"
@@ -296,19 +285,17 @@ def groups_of(runs: list[RunData]) -> dict[tuple[str, str], list[RunGroup]]:
             table.append(group)
         group.runs.append(run)
     for table in compared.values():
-        for key in dict.fromkeys(key for group in table for key in group.settings):
-            frequency = Counter(group.settings.get(key) for group in table)
-            for group in table:
-                value = group.settings.get(key)
-                if value and frequency[value] <= len(table) / 2:
-                    group.differs += f"{', ' * bool(group.differs)}{key}={value}"
+        frequency = Counter(pair for group in table for pair in group.settings.items())
+        for group in table:
+            pairs = [pair for pair in group.settings.items() if frequency[pair] <= len(table) / 2]
+            group.differs = ", ".join(f"{key}={value}" for key, value in pairs if value)
     return compared
 
 
 def settings_of(run: RunData) -> dict[str, str]:
     """All that makes a run besides its seed: setting -> text; 'my.yaml@1a2b3c' with a digest."""
-    keys = [key for key in run.config if key not in NOT_OF_THE_GROUP]
-    texts = {key: value_text(run.config[key]) for key in keys}
+    settings = run.config.items()
+    texts = {key: value_text(value) for key, value in settings if key not in NOT_OF_THE_GROUP}
     for part, digest in run.fingerprint.items():
         texts[part] = f"{texts.get(part, '')}@{digest[-1] if part == 'code' else digest:.6}"
     return texts
@@ -346,51 +333,52 @@ def table(runs: list[RunData]) -> str:
 
 def rows_of(groups: list[RunGroup]) -> list[dict]:
     """A row of texts per group of the same kind and task, the largest value first."""
-    results = [(group, [result_of(run) for run in group.runs]) for group in groups]
-    results.sort(key=lambda pair: mean_value(pair[1]), reverse=True)
-    best = results[0][1]
-    return [row_of(group, found, best) for group, found in results]
+    for group in groups:
+        group.results = [result_of(run) for run in group.runs]
+    ranked = sorted(groups, key=mean_value, reverse=True)
+    return [row_of(group, ranked[0]) for group in ranked]
 
 
-def mean_value(results: list[Result]) -> float:
-    return fmean(found([one.facts for one in results], "value_mean") or [-math.inf])
+def mean_value(group: RunGroup) -> float:
+    return fmean(found(group.results, "value_mean") or [-math.inf])
 
 
-def row_of(group: RunGroup, results: list[Result], best: list[Result]) -> dict:
-    what, *_ = results[0].what.split(" (")  # without its step or its id
-    facts = [one.facts for one in results]
+def row_of(group: RunGroup, best: RunGroup) -> dict:
+    results = group.results
+    what, *_ = results[0]["what"].split(" (")  # without its step or its id
     return {
         "run": group.label,
         "N": len(results),
-        **columns(facts, "score"),
-        "gain over untrained": cell(facts, "difference", "difference_stderr", "+"),
-        "rows ±": cell(facts, "rows_error"),
-        "of": f"{what}, {results[0].part}",
-        "difference": "" if results is best else difference(results, best),
+        **columns(results, "score"),
+        "gain over untrained": cell(results, "difference", "+"),
+        "rows ±": cell(results, "rows_error"),
+        "of": f"{what}, {results[0]['part']}",
+        "difference": "" if group is best else difference(group, best),
         "faults": sum(map(faults, group.runs)),
         "differs in": group.differs,
     }
 
 
-def columns(facts: list[dict], metric: str) -> dict:
-    """facts: of summary() for each run."""
+def columns(results: list[dict], metric: str) -> dict:
+    """results: of summary() for each run."""
     return {
-        "value": cell(facts, "value_mean", "value_stderr", "+"),
-        "valid": f"{fmean(one['valid_share'] for one in facts):.0%}",
-        metric: cell(facts, "score_mean", "score_stderr"),
-        f"best of {BEST_OF}": cell(facts, f"score_best_of_{BEST_OF}"),
+        "value": cell(results, "value_mean", "+"),
+        "valid": f"{fmean(one['valid_share'] for one in results):.0%}",
+        metric: cell(results, "score_mean"),
+        f"best of {BEST_OF}": cell(results, f"score_best_of_{BEST_OF}"),
     }
 
 
-def cell(facts: list[dict], key: str, error_key: str = "", sign: str = "") -> str:
+def cell(results: list[dict], key: str, sign: str = "") -> str:
     """A number of a single run with its own standard error, or its mean over several runs."""
-    if len(facts) == 1:
-        return plus_minus(facts[0].get(key), facts[0].get(error_key), sign)
-    return mean_or_each(found(facts, key), sign)
+    if len(results) > 1:
+        return mean_or_each(found(results, key), sign)
+    error = f"{key.removesuffix('_mean')}_stderr"
+    return plus_minus(results[0].get(key), results[0].get(error), sign)
 
 
-def found(facts: list[dict], key: str) -> list[float]:
-    return [one[key] for one in facts if one.get(key) is not None]
+def found(rows: list[dict], key: str) -> list[float]:
+    return [row[key] for row in rows if row.get(key) is not None]
 
 
 def mean_or_each(values: list[float], sign: str) -> str:
@@ -400,34 +388,38 @@ def mean_or_each(values: list[float], sign: str) -> str:
     return plus_minus(fmean(values), standard_error(values), sign)
 
 
-def difference(results: list[Result], best: list[Result]) -> str:
+def difference(group: RunGroup, best: RunGroup) -> str:
     """The difference of the values to the best ones, over the seeds that both have; without such
     seeds the difference of the means.
     """
-    values, others = values_of(results), values_of(best)
+    values, others = values_of(group), values_of(best)
     pairs = [values[seed] - others[seed] for seed in values if seed in others]
     if pairs:
         return f"{mean_or_each(pairs, '+')} ({len(pairs)} paired)"
     if not (values and others):
         return "-"
-    return plus_minus(fmean(values.values()) - fmean(others.values()), None, "+")
+    return plus_minus(mean_value(group) - mean_value(best), None, "+")
 
 
-def values_of(results: list[Result]) -> dict:
+def values_of(group: RunGroup) -> dict:
     """The values by seed of one run, or of several the mean of each."""
-    if len(results) == 1:
-        return results[0].values
-    return {one.seed: one.facts["value_mean"] for one in results if one.values}
+    if len(group.runs) == 1:
+        return group.results[0]["values"]
+    seeds = zip(group.seeds, group.results)
+    return {seed: result["value_mean"] for seed, result in seeds if result["values"]}
 
 
 def aligned(rows: list[dict]) -> str:
     """Rows of texts and numbers as lines of equal width, all columns aligned to the left; without
     columns in which nothing is said.
     """
-    columns = [[key, *(str(row[key]) for row in rows)] for key in rows[0]]
-    said = [column for column in columns if {*column[1:]} - {"", "-"}]
-    padded = [[text.ljust(max(map(len, column))) for text in column] for column in said]
-    return "\n".join(map("  ".join, zip(*padded)))
+    columns = []
+    for key in rows[0]:
+        texts = [str(row[key]) for row in rows]
+        if {*texts} - {"", "-"}:
+            width = max(map(len, [key, *texts]))
+            columns.append([text.ljust(width) for text in [key, *texts]])
+    return "\n".join(map("  ".join, zip(*columns)))
 
 
 # ------------------------------------------------------------------ at the end
@@ -439,8 +431,7 @@ def final_table(result: dict) -> str:
     """
     final = result.get("final")
     if not final:
-        is_evaluation = result.get("kind") == "evaluation"
-        return "\n".join(by_task(result)) if is_evaluation and " " in result["task"] else ""
+        return "\n".join(by_task(result)) if " " in result["task"] else ""
     best, untrained = final["best"], final["untrained"]
     metric = result["metric"] if "score_mean" in best else "score"
     rows, marks = [], []
@@ -452,14 +443,14 @@ def final_table(result: dict) -> str:
             label += " !"
             shares = f"{untrained['valid_share']:.0%} to {facts['valid_share']:.0%}"
             marks.append(f"! {name}: the share of valid submissions fell from {shares}.")
-        error = facts.get("difference_stderr")
-        row = {
-            "adapter": label,
-            **columns([facts], metric),
-            "difference to the untrained": plus_minus(facts.get("difference"), error, "+"),
-            "pairs": facts.get("difference_n", "-"),
-        }
-        rows.append(row)
+        rows.append(
+            {
+                "adapter": label,
+                **columns([facts], metric),
+                "difference to the untrained": cell([facts], "difference", "+"),
+                "pairs": facts.get("difference_n", "-"),
+            }
+        )
     lines = [
         f"{final['split']} part, {final['n']} fresh seeds that were never used for selection, the "
         "same ones for every adapter",

@@ -28,7 +28,7 @@ def best_scores(task, arm, seed):
     script, *command = f"{ARMS[arm]} {flags} {TASKS[task]}".split()
     subprocess.run([sys.executable, PROJECT / script, *command], check=True)
     run = read_run(f"logs/{name}")
-    return plots.best_so_far(run)[1:].map(lambda value: score_at(value, run))
+    return plots.so_far(run)[1:].map(lambda value: score_at(value, run))
 
 
 def learned_search(args):
@@ -45,8 +45,8 @@ def learned_search(args):
         frame = pandas.DataFrame(gains).loc[FIRST:]
         axis = figure.add_subplot(1, 2, place, title=task, xlabel="nodes")
         axis.plot(frame, color=plots.GREY, linewidth=0.8)
-        plots.draw_mean(axis, frame, color=plots.BLUE)
-        axis.axhline(0, color=plots.BLACK, linewidth=0.8)
+        plots.draw_mean(axis, frame, color=plots.COLOURS[0])
+        axis.axhline(0, color="black", linewidth=0.8)
         for nodes in SHOWN:
             by_seed = frame.loc[nodes]
             value = f"{by_seed.mean():+.4f} ± {by_seed.sem():.4f}"
