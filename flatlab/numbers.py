@@ -35,7 +35,7 @@ def expected_best(k: int, values: list[float]) -> float | None:
     return sum(weighted) / math.comb(len(values), k)
 
 
-def plus_minus(mean: float | None, error: float | None, sign="", digits=4) -> str:
+def plus_minus(mean: float | None, error: float | None, sign: str = "", digits: int = 4) -> str:
     """A mean with its error: '0.7512 ± 0.0101'; "-" without a mean."""
     if mean is None:
         return "-"

@@ -21,7 +21,7 @@ from flatlab.view.reader import NOUNS, RunData, score_text
 # Okabe and Ito: distinct with any kind of colour vision; marks and dashes are for grey print
 COLOURS = "#0072B2 #D55E00 #009E73 #E69F00 #CC79A7 #56B4E9 #000000".split()
 LOOKS = [{"color": colour, "marker": mark} for colour, mark in zip(COLOURS, "os^DvPX")]
-DASHES = "- -- :".split()
+DASHES = ("-", "--", ":")
 GREY = "#888888"
 STYLE = {
     "font.size": 8,

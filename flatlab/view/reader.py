@@ -14,7 +14,7 @@ from flatlab.task.value import value_of
 
 # Kinds of runs, and the noun for a row of each
 NOUNS = {"training": "step", "search": "node", "evaluation": "episode", "imitation": "step"}
-SCALE = "baseline reference higher_is_better".split()
+SCALE = ("baseline", "reference", "higher_is_better")
 # Name of a file of transcripts, or id of a node -> function that reads its transcripts
 Files = dict[str, Callable[[], list[dict]]]
 # Keys that result.json has from the first row on

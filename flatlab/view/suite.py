@@ -18,11 +18,11 @@ from flatlab.view import plots
 from flatlab.view.reader import RunData, folder_of
 
 KINDS = ["best attempt", "best submission"]
-MEANS = "value valid position tokens seconds_env seconds".split()  # of our attempts
+MEANS = ["value", "valid", "position", "tokens", "seconds_env", "seconds"]  # of our attempts
 BASELINE = "baseline"  # name of its row
 # looks of the published models: twenty different ones
-GREYS = "0 0.6 0.3 0.8 0.45".split() * 4
-LINES = "- -- -. :".split() * 5
+GREYS = ["0", "0.6", "0.3", "0.8", "0.45"] * 4
+LINES = ["-", "--", "-.", ":"] * 5
 
 
 def read_suite(name: str) -> dict:
