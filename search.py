@@ -353,7 +353,7 @@ async def run_node(t: Tree, node: Node, slots: asyncio.Semaphore) -> Episode:
     node.code, node.kept = code, bool(files)
     node.seconds = time.monotonic() - start
     t.record(node, episode)
-    print(console.node_line(t, node), flush=True)
+    console.say(console.node_line(t, node))
     slots.release()
     t.node_ended.set()
     latest = [other.status for other in t.finished[-3:]]

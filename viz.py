@@ -14,7 +14,6 @@
 flatlab/runs/store.py describes what is in a run directory.
 """
 
-import re
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ import tyro
 from flatlab.errors import UserError
 from flatlab.runs import cli
 from flatlab.view import page, plots, suite, tables
+from flatlab.view.console import say
 from flatlab.view.reader import (
     NOUNS,
     RunData,
@@ -53,16 +53,10 @@ class Options:
 
 # ------------------------------------------------------------------ terminal
 
-UNSAFE = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 FACTS = (
     "outcome score test_score status task seed op sampling_mode parent second_parent reason "
     "probability idea tokens seconds error"
 ).split()
-
-
-def say(text: str) -> None:
-    """Prints text without the characters that steer a terminal: a transcript may hold anything."""
-    print(re.sub(UNSAFE, "·", text.replace("\r\n", "\n")))
 
 
 def show(item: dict) -> str:

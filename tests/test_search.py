@@ -22,7 +22,7 @@ from flatlab.runs.cli import parse_config
 from flatlab.sandbox import snapshot
 from flatlab.task.grading import Score
 from flatlab.tree.nodes import Tree, open_trees, results
-from flatlab.view import tables
+from flatlab.view import console, tables
 from flatlab.view.reader import read_run
 from flatlab.world.episode import Episode
 from helpers import (
@@ -192,6 +192,15 @@ def test_budget_k_executes_k(select, workers):
     assert len(PLAYED) == len(rows(t)) == len(by_id(t)) == 11
     has(t, stopped_by="nodes", tokens=sum(row["tokens"] for row in rows(t)))
     assert all(row["decision"]["reason"] for row in rows(t))
+
+
+def test_a_strategy_cannot_steer_the_terminal(capsys):
+    strategy = "clear\x1b[2J the screen\u202e"
+    t = run(equal, FakePolicy(lambda _, seed: f"Strategy: {strategy} {seed}"), nodes=2)
+    console.report([t], t.run.dir)
+    said = capsys.readouterr().out
+    assert said.count("clear·[2J the screen·") == 3
+    assert not {"\x1b", "\u202e"} & set(said)
 
 
 def test_without_a_valid_node_there_is_no_best_one_and_the_reasons_are_named():

@@ -1,5 +1,6 @@
 """Text that training runs and searches print: at the start, at the end, and a line per node."""
 
+import re
 import shlex
 from math import nan
 from pathlib import Path
@@ -10,6 +11,13 @@ from flatlab.task.sanity import degenerate
 from flatlab.task.value import value_of
 from flatlab.view import page, tables
 from flatlab.view.reader import read_run
+
+UNSAFE = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+
+
+def say(text: str) -> None:
+    """Prints text without the characters that steer a terminal: a model may have written it."""
+    print(re.sub(UNSAFE, "·", text.replace("\r\n", "\n")), flush=True)
 
 
 def first_lines(cfg, tasks: list, path, why: str = "") -> None:
@@ -101,7 +109,7 @@ def outcome(*directories: Path) -> None:
     """
     runs = [read_run(directory) for directory in directories]
     text = tables.headline(runs[0]) if len(runs) == 1 else tables.table(runs)
-    print(f"\n{text}\n")
+    say(f"\n{text}\n")
     folder = page.write(runs)[-1].parent
     print(f"pictures: {folder}/*.png   page: {folder}/report.html   everything: {viewed(folder)}")
 
@@ -178,7 +186,7 @@ def report(trees: list, where: Path) -> None:
     first = trees[0]
     if where == first.run.dir:
         if first.best() is not first.root:
-            print(f"\nstrategy of the best node: {first.best().idea or 'none'}")
+            say(f"\nstrategy of the best node: {first.best().idea or 'none'}")
         outcome(where)
         return
     runs = [read_run(t.run.dir) for t in trees]
