@@ -45,7 +45,7 @@ from statistics import fmean, stdev
 from typing import Literal
 
 import env
-from flatlab import options
+from flatlab import options, threads
 from flatlab.errors import UserError, finite, finite_list, user_code
 from flatlab.runs import cli, store
 from flatlab.train import checkpoint, metrics
@@ -56,6 +56,7 @@ from flatlab.train.batch import (
     column,
     gather_groups,
     micro_batches,
+    numbers_of,
     plan_step,
     sequences_of,
 )
@@ -64,7 +65,6 @@ from flatlab.train.job import (
     Slots,
     in_trainer,
     join,
-    reserve_threads,
     stop_if_interrupted,
 )
 from flatlab.view import console
@@ -348,14 +348,13 @@ class Config:
 
 def rewards_of(group: Group, cfg: Config) -> list[float]:
     """One reward per episode that is not a fault."""
-    name = f"--reward {cfg.reward}"
     rewards = []
     for e, improvement in zip(group.played, group.improvements()):
         reward = NO_SUBMISSION
         if improvement is not None:
-            with user_code(name):
-                reward = REWARDS[cfg.reward](improvement, e)
-        rewards.append(finite(name, reward, NO_SUBMISSION))
+            with user_code(f"--reward {cfg.reward}") as name:
+                reward = finite(name, REWARDS[cfg.reward](improvement, e), NO_SUBMISSION)
+        rewards.append(reward)
     return rewards
 
 
@@ -453,12 +452,16 @@ async def compare(policy, tasks, cfg: Config, job) -> dict:
             file = f"final-{name}"
             groups = await evaluate(policy, tasks, cfg, job, file, seed, test=name == "best")
             played[weights] = groups, f"episodes/{file}.jsonl"
-    digests = {name: weights for name, (_, weights) in adapters.items()}
-    final = metrics.comparison(digests, played, tasks, steps)
+    final = metrics.comparison(adapters, played, tasks, steps)
     return {"n": cfg.eval_episodes, "steps": job.step} | final
 
 
 # ------------------------------------------------------------------------------ learn
+
+
+def update(policy, optimizer, groups: list[Group], cfg: Config, job) -> dict:
+    """Learns from the groups of a step, see optimize."""
+    return optimize(policy, optimizer, make_batch(groups, cfg, job), micro_loss, cfg, job)
 
 
 def make_batch(groups: list[Group], cfg: Config, job) -> list:
@@ -469,20 +472,23 @@ def make_batch(groups: list[Group], cfg: Config, job) -> list:
     for g in groups:
         if not g.informative:
             continue
-        name = f"--advantage {cfg.advantage}"
-        with user_code(name):
+        with user_code(f"--advantage {cfg.advantage}") as name:
             advantages = ADVANTAGES[cfg.advantage](g.rewards)
             advantages = finite_list(name, advantages, len(g.played))
         for e, advantage in zip(g.played, advantages):
-            name = f"--credit {cfg.credit}"
-            with user_code(name):
+            with user_code(f"--credit {cfg.credit}") as name:
                 credit = CREDITS[cfg.credit](advantage, e.turns)
                 credit = finite_list(name, credit, len(e.turns), skips=True)
             for turn, own in zip(e.turns, credit):
                 turn["advantage"] = own  # for the transcripts
             batch.append(sequences_of(e, credit))
-    # The denominators are those of the whole batch, before it is split into ranks and
-    # micro-batches.
+    return weighted(batch, cfg, job)
+
+
+def weighted(batch: list[list], cfg: Config, job) -> list:
+    """The sequences of all episodes with their weights. The denominators are those of the whole
+    batch, before it is split into ranks and micro-batches.
+    """
     lengths = [sum(len(s.old) for s in sequences) for sequences in batch]
     tokens, episodes = job.ranks.sum(sum(lengths), len(lengths))
     for sequences, length in zip(batch, lengths):
@@ -491,7 +497,7 @@ def make_batch(groups: list[Group], cfg: Config, job) -> list:
     return sum(batch, [])
 
 
-def update(policy, optimizer, groups: list[Group], cfg: Config, job) -> dict:
+def optimize(policy, optimizer, batch: list, micro_loss: Callable, cfg: Config, job) -> dict:
     """Makes EPOCHS passes over the batch, one optimizer step each. Returns numbers for the row.
 
     Every rank takes part, also one without sequences. Samples about which engine and trainer
@@ -499,7 +505,6 @@ def update(policy, optimizer, groups: list[Group], cfg: Config, job) -> dict:
     """
     import torch
 
-    batch = make_batch(groups, cfg, job)
     if not job.ranks.sum(len(batch))[0]:
         return {}
     parts = list(micro_batches(batch, cfg.micro_tokens, policy.packs))
@@ -509,7 +514,8 @@ def update(policy, optimizer, groups: list[Group], cfg: Config, job) -> dict:
         for part, kl_weight in zip(parts, kl_weights):
             micro_loss(policy, part, cfg, meter, epoch, kl_weight).backward()
             stop_if_interrupted()
-        agrees = all(job.ranks.gather(meter.mean("logprob_diff") <= policy.diff_limit))
+        difference = numbers_of(meter.rows).get("logprob_diff_mean", 0.0)
+        agrees = all(job.ranks.gather(difference <= policy.diff_limit))
         job.ranks.sum_gradients(policy.parameters())
         grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM).item()
         if agrees and grad_norm <= SKIP_GRAD_NORM:  # False for NaN
@@ -518,21 +524,9 @@ def update(policy, optimizer, groups: list[Group], cfg: Config, job) -> dict:
             skipped += 1
         optimizer.zero_grad()
         grad_norms.append(grad_norm)
-    total, mean, largest = meter.over_ranks(job)
-    row = {
-        "loss": total["loss"] / EPOCHS,
-        "lost_tokens": total["lost_tokens"],
-        "grad_norm": fmean(grad_norms),
-        "skipped": skipped,
-        "lag_mean": mean["lag"],
-        "lag_max": largest["lag"],
-        "judged_tokens": total["judged"],
-        **{name: mean[name] for name in ("kl", "base_diff", "entropy", "clip_share")},
-    }
-    if total["judged"]:
-        row["logprob_diff_mean"] = mean["logprob_diff"]
-        row["logprob_diff_max"] = largest["logprob_diff"]
-    return row
+    row = numbers_of(sum(job.ranks.gather(meter.rows), []))
+    row["loss"] /= EPOCHS
+    return row | {"grad_norm": fmean(grad_norms), "skipped": skipped}
 
 
 def draw_kl_weights(count: int, cfg: Config, seed: str) -> list[float | None]:
@@ -541,10 +535,9 @@ def draw_kl_weights(count: int, cfg: Config, seed: str) -> list[float | None]:
 
     With --kl 0 one has the weight 0, because the guard wants to know the KL.
     """
-    drawn = math.ceil(KL_SHARE * count) if cfg.kl else min(1, count)
-    weights = [None] * count
-    for number in random.Random(seed).sample(range(count), drawn):
-        weights[number] = cfg.kl * count / drawn
+    drawn = max(1, math.ceil(KL_SHARE * count)) if cfg.kl else 1
+    weights = [cfg.kl * count / drawn] * drawn + [None] * (count - drawn)
+    random.Random(seed).shuffle(weights)
     return weights
 
 
@@ -554,50 +547,48 @@ def micro_loss(policy, part: list, cfg: Config, meter: Meter, epoch: int, kl_wei
 
     pairs = [(s.tokens, s.mask) for s in part]
     advantage = column(part, "advantage", policy.device)
+    old = column(part, "old", policy.device)
     sequence = [number for number, s in enumerate(part) for _ in s.old]
     sequence = torch.tensor(sequence, device=policy.device)
-    base = None
+    base = old
     if kl_weight is not None:
         with torch.no_grad():
-            base = policy.logprobs(pairs, base=True)[0]
+            base, _ = policy.logprobs(pairs, base=True)
     logp, entropy = policy.logprobs(pairs, entropy_learns=ENTROPY_BONUS > 0)
 
     # A token whose log-prob is not finite is left out.
-    old = column(part, "old", policy.device)
-    is_finite = logp.isfinite() & old.isfinite()
-    if base is not None:
-        is_finite &= base.isfinite()
-        base = base.masked_fill(~is_finite, 0.0)
-    logp = logp.masked_fill(~is_finite, 0.0)
-    old = old.masked_fill(~is_finite, 0.0)
+    lost = ~(logp.isfinite() & old.isfinite() & base.isfinite())
+    logp, old, base = (values.masked_fill(lost, 0.0) for values in (logp, old, base))
 
     with user_code(f"--loss {cfg.loss}"):
         loss, is_clipped = LOSSES[cfg.loss].function(logp, old, advantage, sequence, cfg)
-    if base is not None:
+    if kl_weight is not None:
         kl = kl_to_base(logp, base)
-        meter.add(kl=kl, base_diff=(logp - base).abs())
+        meter.add("mean", kl=kl, base_diff=(logp - base).abs())
         loss = loss + kl_weight * kl
     if ENTROPY_BONUS:
-        loss = loss - ENTROPY_BONUS * entropy.masked_fill(~is_finite, 0.0)
-    loss = loss * column(part, "weight", policy.device) * is_finite
-    meter.add(loss=loss, entropy=entropy, clip_share=is_clipped & is_finite)
-    meter.add(lost_tokens=~is_finite)
+        loss = loss - ENTROPY_BONUS * entropy
+    loss = loss.masked_fill(lost, 0.0) * column(part, "weight", policy.device)
+    meter.add("sum", loss=loss, lost_tokens=lost)
+    meter.add("mean", entropy=entropy, clip_share=is_clipped & ~lost)
     if epoch == 0:
         # The engine's log-probs are those of the trainer for tokens of the current version only.
         lag = policy.version - column(part, "version", policy.device)
         is_current = lag == 0
         difference = (logp.detach() - old).abs()[is_current]
-        meter.add(lag=lag, judged=is_current, logprob_diff=difference)
+        meter.add("sum", judged_tokens=is_current)
+        meter.add("mean", lag_mean=lag, logprob_diff_mean=difference)
+        meter.add("max", lag_max=lag, logprob_diff_max=difference)
     return loss.sum()
 
 
 # ------------------------------------------------------------------------------ train
 
 
-async def train(policy, tasks: list, cfg: Config, job) -> None:
+async def train(policy, tasks: list, cfg: Config, job, update=update) -> None:
     """All steps and evaluations. Episodes of later steps go on while the trainer's thread computes.
 
-    Only rank 0 has a run to write.
+    update: the function that learns. Only rank 0 has a run to write.
     """
     optimizer = policy.make_optimizer(cfg.lr, **ADAMW)
     rows = await begin(policy, optimizer, tasks, cfg, job)
@@ -663,12 +654,14 @@ async def judge_step(policy, tasks: list, cfg: Config, job, row: dict, rows: lis
 async def begin(policy, optimizer, tasks: list, cfg: Config, job) -> list[dict]:
     """Resumes the run, or evaluates what training starts from. Returns the rows that are there."""
     if cfg.ahead:
-        await in_trainer(reserve_threads, policy.decode_threads)
+        await in_trainer(threads.use_all, policy.decode_threads)  # the engine has the others
     rows = await in_trainer(checkpoint.resume, policy, optimizer, job)
     agreement = await policy.verify()
     job.say(f"engine   agrees with the trainer: {agreement['random adapter']}")
     policy.version = job.step
-    if job.step == 0:
+    if job.step:
+        job.stopped = metrics.collapse(rows, job.best)
+    else:
         await in_trainer(checkpoint.save_adapter, policy, job, "untrained")
         if cfg.eval_episodes:
             result = await judge(policy, tasks, cfg, job, "before")
@@ -734,7 +727,8 @@ def prepare(cfg: Config, path, job):
     options.set_defaults(cfg, derived)
     if job.ranks.rank == 0:
         digests = env.digests(tasks, cfg.episode)
-        job.run = store.begin_run(cfg, digests, path, lambda run: checkpoint.is_finished(run, cfg))
+        finished = functools.partial(checkpoint.is_finished, steps=cfg.steps, n=cfg.eval_episodes)
+        job.run = store.begin_run(cfg, digests, path, finished)
     return tasks, why
 
 
@@ -760,7 +754,8 @@ def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train) -
                     console.banner(own, tasks, path, why, run)
                 policy = policy or load_policy(policy_class, own, path, job)
                 policy.reset(own.seed)
-                fit_micro_tokens(policy, own, job)
+                own.micro_tokens = policy.fit_micro_tokens(own.micro_tokens, ranks.world)
+                job.say(f"memory   a training pass takes up to {own.micro_tokens} tokens")
                 asyncio.run(train(policy, tasks, own, job))
         if run:
             console.farewell(run)
@@ -782,12 +777,6 @@ def load_policy(policy_class, cfg: Config, path, job) -> Policy:
     if policy.adapts_attention_only:
         job.say("adapter  is on the attention layers alone: the experts are not trained")
     return policy
-
-
-def fit_micro_tokens(policy, cfg: Config, job) -> None:
-    """Completes cfg.micro_tokens, the tokens that a training pass can hold."""
-    cfg.micro_tokens = policy.fit_micro_tokens(cfg.micro_tokens, job.ranks.world)
-    job.say(f"memory   a training pass takes up to {cfg.micro_tokens} tokens")
 
 
 if __name__ == "__main__":

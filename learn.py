@@ -24,6 +24,7 @@ from flatlab import options
 from flatlab.errors import UserError
 from flatlab.numbers import standard_error
 from flatlab.runs import cli
+from flatlab.runs.store import Run
 from flatlab.task.value import value_of
 from flatlab.train import batch, checkpoint
 from flatlab.train.job import Job, in_trainer
@@ -55,15 +56,13 @@ class Config(search.Config):
 async def learn(trees: list[Tree], policy, cfg: Config) -> None:
     """Grows one tree after the other, each from the adapter that is there at the start."""
     slots = asyncio.Semaphore(cfg.workers)
-    if policy.path.adapter:  # the row's kl is against it; the loss has no KL term
-        policy.set_reference(policy.path.adapter)
     micro_tokens = policy.fit_micro_tokens()
     await policy.verify()
-    adapter = [p.detach().clone() for p in policy.parameters()]
     for t in trees:
         await search.begin(t, policy)
-        for parameter, values in zip(policy.parameters(), adapter):
-            parameter.data.copy_(values)
+        policy.reset(cfg.seed[0])
+        if policy.path.adapter:  # the row's kl is against it; the loss has no KL term
+            policy.set_reference(policy.path.adapter)
         await grow(t, slots, micro_tokens)
 
 
@@ -75,11 +74,11 @@ async def grow(t: Tree, slots: asyncio.Semaphore, micro_tokens: int) -> None:
     policy = t.policy
     optimizer = policy.make_optimizer(t.cfg.lr)
     job = Job(run=t.run)
-    rounds = await in_trainer(checkpoint.resume_rows, policy, optimizer, job)
-    if rounds:  # it may have been killed before it saved this one
+    await in_trainer(checkpoint.resume, policy, optimizer, job, Run.truncate_rows)
+    if job.step:  # it may have been killed before it saved this one
         await in_trainer(checkpoint.save_adapter, policy, job, "best")
     policy.sync()
-    policy.version = rounds  # the number of updates
+    policy.version = job.step  # the number of updates
     # There is no KL term, and replies that were cut at the length limit carry no gradient.
     cfg = grpo.Config(seed=t.seed, credit="complete", kl=0.0, episode=t.cfg.episode)
     cfg.micro_tokens = micro_tokens

@@ -156,35 +156,35 @@ def column(part: list[TrainSequence], name: str, device):
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
+REDUCTIONS = {
+    "sum": lambda values, counts: sum(values),
+    "mean": lambda values, counts: sum(values) / sum(counts),
+    "max": lambda values, counts: max(values),
+}
+
+
 @dataclass
 class Meter:
-    """Sums, means and maxima of columns over the micro-batches and epochs of an update, and over
-    the ranks.
-    """
+    """Columns of numbers of the micro-batches of an update, see numbers_of."""
 
-    # (name, sum, count, maximum) of each column of each micro-batch
+    # (name, key of REDUCTIONS, value, count) of each column of each micro-batch
     rows: list[tuple] = field(default_factory=list)
 
-    def add(self, **columns) -> None:
+    def add(self, reduction: str, **columns) -> None:
+        """Adds tensors; an empty one changes nothing."""
         for name, column in columns.items():
             if len(column):
                 column = column.detach().double()
-                numbers = (column.sum().item(), column.numel(), column.max().item())
-                self.rows.append((name, *numbers))
+                value = column.max() if reduction == "max" else column.sum()
+                self.rows.append((name, reduction, value.item(), len(column)))
 
-    def mean(self, name: str) -> float:
-        """Mean of what this rank added; 0 if it had nothing to add."""
-        rows = [row[1:] for row in self.rows if row[0] == name] or [(0.0, 1, 0.0)]
-        totals, counts, _ = zip(*rows)
-        return sum(totals) / sum(counts)
 
-    def over_ranks(self, job) -> tuple[dict, dict, dict]:
-        """(sums, means, maxima) of what was added so far by name, the same on every rank."""
-        sums, means, maxima = {}, {}, {}
-        rows = sum(job.ranks.gather(self.rows), [])
-        for name in {row[0] for row in rows}:
-            totals, counts, largest = zip(*(row[1:] for row in rows if row[0] == name))
-            sums[name] = sum(totals)
-            means[name] = sums[name] / sum(counts)
-            maxima[name] = max(largest)
-        return sums, means, maxima
+def numbers_of(rows: list[tuple]) -> dict[str, float]:
+    """The reduced columns of one or several meters by name. rows: theirs."""
+    columns = {}
+    for name, reduction, *numbers in rows:
+        columns.setdefault((name, reduction), []).append(numbers)
+    return {
+        name: REDUCTIONS[reduction](*zip(*numbers))
+        for (name, reduction), numbers in columns.items()
+    }

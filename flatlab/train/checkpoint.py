@@ -6,61 +6,45 @@ step, so there is no generator to save.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from flatlab.errors import UserError
 from flatlab.files import content_key, read_mapping, save_tensors
+from flatlab.runs.store import Run
 from flatlab.train import metrics
 from flatlab.train.batch import Group
 
 EVALUATION = "evaluation.json"  # beside the adapter in best/
 
 
-def resume(policy, optimizer, job) -> list[dict]:
-    """Loads the newest checkpoint, removes what was written after it, and tells the job how far the
-    run has come. Returns the rows up to it.
+def resume(policy, optimizer, job, cut: Callable = Run.truncate_after) -> list[dict]:
+    """Loads the newest checkpoint, and tells the job how far the run has come. Returns the rows up
+    to it. cut: removes what was written after it, a method of Run.
     """
+    import torch
+
     found = None
     if job.run:
         step, folder = newest(job.run)
-        job.run.truncate_after(step)
+        cut(job.run, step)
         # A run that was killed before its checkpoint may have saved a better adapter already.
         best = read_mapping(job.run.dir / "best" / EVALUATION, default={}) if folder else None
         found = step, folder, job.run.rows(), best
     step, folder, rows, job.best = job.ranks.first(found)
     job.step = step + 1
     if folder:
-        load(policy, optimizer, folder)
+        policy.load_adapter(folder)
+        saved = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
+        optimizer.load_state_dict(saved["optimizer"])
         job.say(f"resumed after step {step} from {folder}")
-        job.stopped = metrics.collapse(rows, job.best)
     job.ranks.broadcast(policy.parameters())
     return rows
-
-
-def resume_rows(policy, optimizer, job) -> int:
-    """Loads the newest checkpoint of a run without evaluations, and removes the rows after it.
-
-    Returns how many rows there are.
-    """
-    step, folder = newest(job.run)
-    job.run.truncate_rows(step)
-    if folder:
-        load(policy, optimizer, folder)
-        job.say(f"resumed after step {step} from {folder}")
-    return step + 1
 
 
 def newest(run) -> tuple[int, Path | None]:
     """Step and folder of the newest checkpoint; -1 and None if there is none."""
     return [(-1, None), *run.checkpoints()][-1]
-
-
-def load(policy, optimizer, folder: Path) -> None:
-    import torch
-
-    policy.load_adapter(folder)
-    saved = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
-    optimizer.load_state_dict(saved["optimizer"])
 
 
 def write_step(policy, optimizer, job, row: dict, groups: list[Group] = ()) -> None:
@@ -128,7 +112,7 @@ def final_adapters(job) -> dict[str, tuple[Path, str]]:
 
 def adapters_of(run) -> dict[str, tuple[Path, str]]:
     untrained = run.dir / "untrained"
-    _, last = [(-1, untrained), *run.checkpoints()][-1]
+    last = newest(run)[1] or untrained
     folders = {"untrained": untrained, "last": last, "best": run.dir / "best"}
     return {
         name: (folder, content_key(next(folder.glob("*.safetensors"))))
@@ -136,20 +120,20 @@ def adapters_of(run) -> dict[str, tuple[Path, str]]:
     }
 
 
-def is_finished(run, cfg) -> bool:
-    """Returns whether nothing is left to do: all steps are made and the adapters compared, or
-    the guard stopped the run.
+def is_finished(run, steps: int, n: int = 0) -> bool:
+    """Returns whether nothing is left to do: all steps are made and the adapters compared on n
+    episodes each, or the guard stopped the run.
 
     Raises UserError if there are steps, but no checkpoint to go on from.
     """
     result = run.results()
     status = result.get("status", "")
-    steps = len(run.rows())
-    if steps and not run.checkpoints():
+    made = len(run.rows())
+    if made and not run.checkpoints():
         raise UserError(
             f"{run.dir} has steps but no checkpoint to continue from, and starting anew would "
             "erase them: choose another --name, or remove it."
         )
-    if cfg.eval_episodes and (result.get("final") or {}).get("steps") != steps:
+    if n and (result.get("final") or {}).get("steps") != made:
         return False
-    return status.startswith("stopped: ") or status == "finished" and steps >= cfg.steps
+    return status.startswith("stopped: ") or status == "finished" and made >= steps

@@ -69,11 +69,6 @@ async def in_trainer(function, *args):
     return call.result()
 
 
-def reserve_threads(count: int) -> None:
-    """Leaves these threads to the engine, which decodes a small model on one."""
-    threads.use_all(count)
-
-
 class Slots:
     """At most `count` holders at a time. A free slot goes to the lowest order that waits, and among
     equal ones to the first.
@@ -132,24 +127,20 @@ class Ranks:
         if self.group is None:
             return
         import torch
+        from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
         for p in parameters:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
         grads = [p.grad for p in parameters]
-        flat = torch.cat([grad.flatten() for grad in grads]).cpu()
+        flat = parameters_to_vector(grads).cpu()
         self.group.allreduce([flat]).wait()
-        for grad, total in zip(grads, flat.split([grad.numel() for grad in grads])):
-            grad.copy_(total.view_as(grad))
+        vector_to_parameters(flat.to(grads[0].device), grads)
 
     def broadcast(self, tensors) -> None:
         """Overwrites the tensors with those of rank 0."""
-        if self.group is None:
-            return
         for tensor in tensors:
-            copy = tensor.detach().cpu().clone()
-            self.group.broadcast([copy]).wait()
-            tensor.data.copy_(copy)
+            tensor.data.copy_(self.first(tensor.detach().cpu()))
 
     def gather(self, thing) -> list:
         """[rank 0's thing, rank 1's thing, ...] on every rank; anything that pickle can write."""

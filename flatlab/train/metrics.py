@@ -150,12 +150,12 @@ def evaluation_line(when: str, result: dict, tasks: list[Task]) -> str:
 def comparison(adapters: dict, played: dict, tasks: list[Task], steps: dict) -> dict:
     """The comparison of adapters on the same fresh seeds, as in result.json.
 
-    adapters: name -> digest of the weights. played: digest -> (groups, name of the file with their
-    episodes). steps: name -> step of the adapter.
+    adapters: name -> (folder, digest of the weights). played: digest -> (groups, name of the file
+    with their episodes). steps: name -> step of the adapter.
     """
-    untrained = adapters["untrained"]
-    final = {"split": split_of(tasks), "best_is_untrained": adapters["best"] == untrained}
-    for name, weights in adapters.items():
+    untrained = adapters["untrained"][1]
+    final = {"split": split_of(tasks), "best_is_untrained": adapters["best"][1] == untrained}
+    for name, (_, weights) in adapters.items():
         groups, file = played[weights]
         result = evaluation(groups, tasks) | {"file": file}
         if name != "untrained":
