@@ -34,8 +34,6 @@ Letters: P groups, G episodes each, N trained tokens of a micro-batch.
 
 import asyncio
 import functools
-import math
-import random
 import sys
 import time
 from collections.abc import Callable
@@ -54,6 +52,7 @@ from flatlab.train.batch import (
     Meter,
     Plan,
     column,
+    draw_kl_weights,
     gather_groups,
     micro_batches,
     numbers_of,
@@ -375,7 +374,7 @@ async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
     """
     job.slots = slots = job.slots or Slots(cfg.concurrency)
     planned = [*plan.tasks, *plan.replacements]
-    spare = iter(range(len(plan.tasks), len(planned))[job.ranks.rank :: job.ranks.world])
+    spare = iter(job.ranks.part(range(len(plan.tasks), len(planned))))
     play_one = agent_loop(cfg)
     groups = []
 
@@ -399,7 +398,7 @@ async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
             number = None if group.informative else next(spare, None)
 
     async with asyncio.TaskGroup() as together:
-        for number in range(len(plan.tasks))[job.ranks.rank :: job.ranks.world]:
+        for number in job.ranks.part(range(len(plan.tasks))):
             together.create_task(fill(number))
     if cfg.agent:
         from integrations.agent_program import check_programs
@@ -408,7 +407,7 @@ async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
     return sorted(groups, key=lambda group: group.number)
 
 
-async def evaluate(policy, tasks, cfg: Config, job, name: str, seed: int, test=False) -> list:
+async def evaluate(policy, tasks, cfg, job, name: str, seed: int, test=False) -> list[Group]:
     """Plays cfg.eval_episodes episodes, one per group, the same ones for the same seed.
 
     They are saved as episodes/<name>.jsonl. No update happens meanwhile. Returns the groups.
@@ -432,28 +431,6 @@ async def judge(policy, tasks, cfg: Config, job, name: str) -> dict:
         result = metrics.evaluation(await evaluate(policy, tasks, cfg, job, name, seed), tasks)
     await in_trainer(checkpoint.keep_best, policy, job, result | {"step": job.step - 1})
     return result
-
-
-async def compare(policy, tasks, cfg: Config, job) -> dict:
-    """Plays the same fresh seeds with the untrained, the last and the best adapter.
-
-    Adapters with equal weights are played once. The test part is read for the best one alone.
-    """
-    adapters = await in_trainer(checkpoint.final_adapters, job)
-    steps = {"last": job.step - 1, "best": job.best["step"]}
-    seed = -2 - 2 * cfg.seed  # never used for selection
-    played = {}  # by digest of the weights
-    for name in ("best", *adapters):
-        folder, weights = adapters[name]
-        if weights not in played:
-            policy.load_adapter(folder)
-            policy.sync()
-            policy.version = steps.get(name, -1) + 1
-            file = f"final-{name}"
-            groups = await evaluate(policy, tasks, cfg, job, file, seed, test=name == "best")
-            played[weights] = groups, f"episodes/{file}.jsonl"
-    final = metrics.comparison(adapters, played, tasks, steps)
-    return {"n": cfg.eval_episodes, "steps": job.step} | final
 
 
 # ------------------------------------------------------------------------------ learn
@@ -508,7 +485,7 @@ def optimize(policy, optimizer, batch: list, micro_loss: Callable, cfg: Config, 
     if not job.ranks.sum(len(batch))[0]:
         return {}
     parts = list(micro_batches(batch, cfg.micro_tokens, policy.packs))
-    kl_weights = draw_kl_weights(len(parts), cfg, f"{cfg.seed} {job.step} kl")
+    kl_weights = draw_kl_weights(len(parts), KL_SHARE, cfg.kl, f"{cfg.seed} {job.step} kl")
     meter, skipped, grad_norms = Meter(), 0, []
     for epoch in range(EPOCHS):
         for part, kl_weight in zip(parts, kl_weights):
@@ -527,18 +504,6 @@ def optimize(policy, optimizer, batch: list, micro_loss: Callable, cfg: Config, 
     row = numbers_of(sum(job.ranks.gather(meter.rows), []))
     row["loss"] /= EPOCHS
     return row | {"grad_norm": fmean(grad_norms), "skipped": skipped}
-
-
-def draw_kl_weights(count: int, cfg: Config, seed: str) -> list[float | None]:
-    """Weight of the KL term of each micro-batch: --kl * n / k for k of the n, and None for the
-    others, which need no pass of the reference.
-
-    With --kl 0 one has the weight 0, because the guard wants to know the KL.
-    """
-    drawn = max(1, math.ceil(KL_SHARE * count)) if cfg.kl else 1
-    weights = [cfg.kl * count / drawn] * drawn + [None] * (count - drawn)
-    random.Random(seed).shuffle(weights)
-    return weights
 
 
 def micro_loss(policy, part: list, cfg: Config, meter: Meter, epoch: int, kl_weight: float | None):
@@ -625,7 +590,14 @@ async def train(policy, tasks: list, cfg: Config, job, update=update) -> None:
             times.append(time.perf_counter())
 
             # judge: an evaluation now and then, alarms, and the guard
-            await judge_step(policy, tasks, cfg, job, row, rows)
+            job.step = step + 1
+            is_due = job.step % cfg.eval_every == 0 or job.step >= cfg.steps
+            if is_due or not cfg.eval_episodes:
+                result = await judge(policy, tasks, cfg, job, f"eval-{step:06d}")
+                row |= metrics.evaluation_columns(result)
+            row["alarms"] = metrics.alarms(row, rows)
+            rows.append(row)
+            job.stopped = metrics.collapse(rows, job.best)
             times.append(time.perf_counter())
 
             # record: row, transcripts, checkpoint, plot; a step counts once its checkpoint is there
@@ -637,18 +609,6 @@ async def train(policy, tasks: list, cfg: Config, job, update=update) -> None:
         for later in playing.values():  # steps that the guard leaves out
             later.cancel()
     await finish(policy, tasks, cfg, job)
-
-
-async def judge_step(policy, tasks: list, cfg: Config, job, row: dict, rows: list) -> None:
-    """Completes the row of a step whose update is made, and appends it to the rows before it."""
-    job.step = row["step"] + 1
-    is_due = job.step % cfg.eval_every == 0 or job.step >= cfg.steps
-    if is_due or not cfg.eval_episodes:
-        result = await judge(policy, tasks, cfg, job, f"eval-{row['step']:06d}")
-        row |= metrics.evaluation_columns(result)
-    row["alarms"] = metrics.alarms(row, rows)
-    rows.append(row)
-    job.stopped = metrics.collapse(rows, job.best)
 
 
 async def begin(policy, optimizer, tasks: list, cfg: Config, job) -> list[dict]:
@@ -665,8 +625,9 @@ async def begin(policy, optimizer, tasks: list, cfg: Config, job) -> list[dict]:
         await in_trainer(checkpoint.save_adapter, policy, job, "untrained")
         if cfg.eval_episodes:
             result = await judge(policy, tasks, cfg, job, "before")
-            job.result(before=result)
-            job.track({"step": -1} | metrics.evaluation_columns(result))
+            if job.run:
+                job.run.result(before=result)
+                job.run.track({"step": -1} | metrics.evaluation_columns(result))
             job.say(metrics.evaluation_line("before training", result, tasks))
     if policy.path.adapter:  # else the reference of the KL term is the base model
         policy.set_reference(Path("logs", cfg.name, "untrained"))
@@ -676,7 +637,10 @@ async def begin(policy, optimizer, tasks: list, cfg: Config, job) -> list[dict]:
 async def finish(policy, tasks: list, cfg: Config, job) -> None:
     """Compares the adapters, and says in result.json how the run ended."""
     if cfg.eval_episodes:
-        final = await compare(policy, tasks, cfg, job)
+        seed = -2 - 2 * cfg.seed  # never used for selection
+        play = functools.partial(evaluate, policy, tasks, cfg, job, seed=seed)
+        final = {"n": cfg.eval_episodes, "steps": job.step}
+        final |= await checkpoint.compare(policy, play, tasks, job)
         best = final["best"]
         job.result(final=final, value=best.get("test_value_mean", best["value_mean"]))
     elif job.best:
@@ -727,8 +691,12 @@ def prepare(cfg: Config, path, job):
     options.set_defaults(cfg, derived)
     if job.ranks.rank == 0:
         digests = env.digests(tasks, cfg.episode)
-        finished = functools.partial(checkpoint.is_finished, steps=cfg.steps, n=cfg.eval_episodes)
-        job.run = store.begin_run(cfg, digests, path, finished)
+        job.run = store.begin_run(
+            cfg,
+            digests,
+            path,
+            lambda run: checkpoint.is_finished(run, cfg.steps, cfg.eval_episodes),
+        )
     return tasks, why
 
 

@@ -80,8 +80,13 @@ async def grow(t: Tree, slots: asyncio.Semaphore, micro_tokens: int) -> None:
     policy.sync()
     policy.version = job.step  # the number of updates
     # There is no KL term, and replies that were cut at the length limit carry no gradient.
-    cfg = grpo.Config(seed=t.seed, credit="complete", kl=0.0, episode=t.cfg.episode)
-    cfg.micro_tokens = micro_tokens
+    cfg = grpo.Config(
+        seed=t.seed,
+        credit="complete",
+        kl=0.0,
+        micro_tokens=micro_tokens,
+        episode=t.cfg.episode,
+    )
     while picked := start_round(t):
         playing = []
         async with asyncio.TaskGroup() as together:

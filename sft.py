@@ -15,7 +15,6 @@ import random
 import sys
 import time
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from flatlab import options
@@ -206,8 +205,7 @@ def prepare(cfg: Config, path):
     rank = lora_settings(path, cfg.lora_rank)["r"]
     options.set_defaults(cfg, {"lora_rank": rank, "lr": 1e-3 if path.is_tiny else 2e-4})
     digests = ["", *(task.digest() for task in tasks)]
-    finished = partial(checkpoint.is_finished, steps=cfg.updates)
-    run = store.begin_run(cfg, digests, path, finished)
+    run = store.begin_run(cfg, digests, path, lambda run: checkpoint.is_finished(run, cfg.updates))
     if run.finished:
         return run, tasks, []
     transcripts = best_episodes(cfg, tasks)

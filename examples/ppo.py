@@ -122,7 +122,8 @@ def make_batch(policy, groups: list, cfg: Config, job) -> list:
             s.advantage = [next(advantages) for _ in s.old]
             s.target = [a + value for a, value in zip(s.advantage, s.values)]
     found = [a for s in trained for a in s.advantage]
-    count, total, squares = job.ranks.sum(len(found), sum(found), sum(a * a for a in found))
+    squares = sum(a * a for a in found)
+    count, total, squares = job.ranks.sum(len(found), sum(found), squares)
     mean = total / max(count, 1)
     deviation = max(squares / max(count, 1) - mean**2, 0.0) ** 0.5
     for s in trained:

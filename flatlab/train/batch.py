@@ -3,6 +3,7 @@ formulas here.
 """
 
 import itertools
+import math
 import random
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -156,18 +157,23 @@ def column(part: list[TrainSequence], name: str, device):
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
-REDUCTIONS = {
-    "sum": lambda values, counts: sum(values),
-    "mean": lambda values, counts: sum(values) / sum(counts),
-    "max": lambda values, counts: max(values),
-}
+def draw_kl_weights(count: int, share: float, kl: float, seed: str) -> list[float | None]:
+    """Weight of the KL term of each micro-batch: kl * n / k for k of the n, and None for the
+    others, which need no pass of the reference. share: k / n.
+
+    If kl is 0, one has the weight 0, because the guard wants to know the KL.
+    """
+    drawn = max(1, math.ceil(share * count)) if kl else 1
+    weights = [kl * count / drawn] * drawn + [None] * (count - drawn)
+    random.Random(seed).shuffle(weights)
+    return weights
 
 
 @dataclass
 class Meter:
     """Columns of numbers of the micro-batches of an update, see numbers_of."""
 
-    # (name, key of REDUCTIONS, value, count) of each column of each micro-batch
+    # (name, "sum", "mean" or "max", sum or maximum, count) of each column of each micro-batch
     rows: list[tuple] = field(default_factory=list)
 
     def add(self, reduction: str, **columns) -> None:
@@ -180,11 +186,14 @@ class Meter:
 
 
 def numbers_of(rows: list[tuple]) -> dict[str, float]:
-    """The reduced columns of one or several meters by name. rows: theirs."""
+    """The sums, means and maxima in the rows of one or several meters, by name."""
     columns = {}
-    for name, reduction, *numbers in rows:
-        columns.setdefault((name, reduction), []).append(numbers)
-    return {
-        name: REDUCTIONS[reduction](*zip(*numbers))
-        for (name, reduction), numbers in columns.items()
-    }
+    for name, reduction, *pair in rows:
+        columns.setdefault((name, reduction), []).append(pair)
+    numbers = {}
+    for (name, reduction), pairs in columns.items():
+        values, counts = zip(*pairs)
+        numbers[name] = max(values) if reduction == "max" else sum(values)
+        if reduction == "mean":
+            numbers[name] /= sum(counts)
+    return numbers

@@ -14,6 +14,7 @@ from flatlab.files import content_key, read_mapping, save_tensors
 from flatlab.runs.store import Run
 from flatlab.train import metrics
 from flatlab.train.batch import Group
+from flatlab.train.job import in_trainer
 
 EVALUATION = "evaluation.json"  # beside the adapter in best/
 
@@ -101,6 +102,28 @@ def keep_best(policy, job, result: dict) -> None:
         job.best = result
         save_adapter(policy, job, "best", result)
         job.result(best=result)
+
+
+async def compare(policy, evaluate: Callable, tasks: list, job) -> dict:
+    """Plays the same fresh seeds with the untrained, the last and the best adapter.
+
+    evaluate(name of the file, test=whether to score the test part): plays and saves episodes, and
+    returns their groups. Adapters with equal weights are played once. The test part is read for the
+    best one alone.
+    """
+    adapters = await in_trainer(final_adapters, job)
+    steps = {"untrained": -1, "last": job.step - 1, "best": job.best["step"]}
+    played = {}  # by digest of the weights
+    for name in ("best", "untrained", "last"):
+        folder, weights = adapters[name]
+        if weights not in played:
+            policy.load_adapter(folder)
+            policy.sync()
+            policy.version = steps[name] + 1
+            file = f"final-{name}"
+            played[weights] = await evaluate(file, test=name == "best"), f"episodes/{file}.jsonl"
+    same = {name: played[weights] for name, (_, weights) in adapters.items()}
+    return metrics.comparison(same, tasks, steps)
 
 
 def final_adapters(job) -> dict[str, tuple[Path, str]]:

@@ -112,6 +112,10 @@ class Ranks:
     world: int = 1  # number of ranks
     group: object = None
 
+    def part(self, numbers: range) -> range:
+        """Those of this rank."""
+        return numbers[self.rank :: self.world]
+
     def sum(self, *numbers: float) -> list[float]:
         """Each number summed over the ranks."""
         if self.group is None:
@@ -184,11 +188,6 @@ class Job:
         """Merges the fields into result.json."""
         if self.run:
             self.run.result(**fields)
-
-    def track(self, row: dict) -> None:
-        """Hands a row that is not logged to the trackers."""
-        if self.run:
-            self.run.track(row)
 
 
 def mismatch(name: str, other: str) -> UserError:

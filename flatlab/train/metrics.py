@@ -147,23 +147,20 @@ def evaluation_line(when: str, result: dict, tasks: list[Task]) -> str:
 # ------------------------------------------------------------------------------ the end of a run
 
 
-def comparison(adapters: dict, played: dict, tasks: list[Task], steps: dict) -> dict:
-    """The comparison of adapters on the same fresh seeds, as in result.json.
+def comparison(played: dict, tasks: list[Task], steps: dict) -> dict:
+    """Evaluations of adapters on the same fresh seeds, as in result.json.
 
-    adapters: name -> (folder, digest of the weights). played: digest -> (groups, name of the file
-    with their episodes). steps: name -> step of the adapter.
+    played: name -> (groups, name of the file with their episodes), the same for adapters with equal
+    weights. steps: name -> step of the adapter.
     """
-    untrained = adapters["untrained"][1]
-    final = {"split": split_of(tasks), "best_is_untrained": adapters["best"][1] == untrained}
-    for name, (_, weights) in adapters.items():
-        groups, file = played[weights]
+    untrained = played["untrained"]
+    final = {"split": split_of(tasks), "best_is_untrained": played["best"] is untrained}
+    for name, (groups, file) in played.items():
         result = evaluation(groups, tasks) | {"file": file}
         if name != "untrained":
-            result |= paired_difference(groups, played[untrained][0])
+            result |= paired_difference(groups, untrained[0]) | {"step": steps[name]}
         if name != "best":  # others with equal weights have read the test part, too
             result = {key: result[key] for key in result if "test_" not in key}
-        if name in steps:
-            result["step"] = steps[name]
         final[name] = result
     return final
 
@@ -277,9 +274,10 @@ def collapse(rows: list[dict], best: dict | None = None) -> str:
 
     best: the evaluation of the adapter in best/.
     """
-    if len(rows) >= 3 and all(row.get("skipped") for row in rows[-3:]):
+    latest = rows[-3:]
+    if len(latest) == 3 and all(row.get("skipped") for row in latest):
         return "three updates in a row were skipped"
-    if len(rows) >= 3 and all((row.get("kl") or 0) > KL_LIMIT for row in rows[-3:]):
+    if len(latest) == 3 and all((row.get("kl") or 0) > KL_LIMIT for row in latest):
         return f"KL to the reference was above {KL_LIMIT:g} nats per token for three steps"
     return is_stuck(rows) or evaluation_fell(rows[-1], best)
 
