@@ -34,6 +34,7 @@ Letters: P groups, G episodes each, N trained tokens of a micro-batch.
 
 import asyncio
 import functools
+import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -46,6 +47,7 @@ import env
 from flatlab import options, threads
 from flatlab.errors import UserError, finite, finite_list, user_code
 from flatlab.runs import cli, store
+from flatlab.task.value import summary_text
 from flatlab.train import checkpoint, metrics
 from flatlab.train.batch import (
     Group,
@@ -55,17 +57,10 @@ from flatlab.train.batch import (
     draw_kl_weights,
     gather_groups,
     micro_batches,
-    numbers_of,
     plan_step,
     sequences_of,
 )
-from flatlab.train.job import (
-    Job,
-    Slots,
-    in_trainer,
-    join,
-    stop_if_interrupted,
-)
+from flatlab.train.job import Job, Slots, in_trainer, join, stop_if_interrupted
 from flatlab.view import console
 from flatlab.world.episode import play, run_episode
 from policy import Policy, choose_models, lora_settings
@@ -374,7 +369,8 @@ async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
     """
     job.slots = slots = job.slots or Slots(cfg.concurrency)
     planned = [*plan.tasks, *plan.replacements]
-    spare = iter(job.ranks.part(range(len(plan.tasks), len(planned))))
+    mine = slice(job.ranks.rank, None, job.ranks.world)
+    spare = iter(range(len(plan.tasks), len(planned))[mine])
     play_one = agent_loop(cfg)
     groups = []
 
@@ -398,7 +394,7 @@ async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
             number = None if group.informative else next(spare, None)
 
     async with asyncio.TaskGroup() as together:
-        for number in job.ranks.part(range(len(plan.tasks))):
+        for number in range(len(plan.tasks))[mine]:
             together.create_task(fill(number))
     if cfg.agent:
         from integrations.agent_program import check_programs
@@ -407,20 +403,20 @@ async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
     return sorted(groups, key=lambda group: group.number)
 
 
-async def evaluate(policy, tasks, cfg, job, name: str, seed: int, test=False) -> list[Group]:
+async def evaluate(policy, cfg: Config, job, name: str, seed: int, test=False) -> list[Group]:
     """Plays cfg.eval_episodes episodes, one per group, the same ones for the same seed.
 
     They are saved as episodes/<name>.jsonl. No update happens meanwhile. Returns the groups.
     """
     job.say(f"evaluate {name}")
-    planned = [tasks[i % len(tasks)] for i in range(cfg.eval_episodes)]
-    groups = await play_groups(policy, Plan(planned, 1, seed, test=test), cfg, job)
+    planned = itertools.islice(itertools.cycle(job.tasks), cfg.eval_episodes)
+    groups = await play_groups(policy, Plan([*planned], 1, seed, test=test), cfg, job)
     groups = await in_trainer(gather_groups, groups, job)
     checkpoint.save_groups(job, name, groups)
     return groups
 
 
-async def judge(policy, tasks, cfg: Config, job, name: str) -> dict:
+async def judge(policy, cfg: Config, job, name: str) -> dict:
     """Evaluates the adapter, and keeps it as best/ if it is better than the best one so far.
 
     Without evaluations the last adapter is the best, and the result is {}.
@@ -428,7 +424,8 @@ async def judge(policy, tasks, cfg: Config, job, name: str) -> dict:
     result = {}
     if cfg.eval_episodes:
         seed = -1 - 2 * cfg.seed  # seeds of training are not negative
-        result = metrics.evaluation(await evaluate(policy, tasks, cfg, job, name, seed), tasks)
+        groups = await evaluate(policy, cfg, job, name, seed)
+        result = metrics.evaluation(groups, job.tasks)
     await in_trainer(checkpoint.keep_best, policy, job, result | {"step": job.step - 1})
     return result
 
@@ -491,7 +488,7 @@ def optimize(policy, optimizer, batch: list, micro_loss: Callable, cfg: Config, 
         for part, kl_weight in zip(parts, kl_weights):
             micro_loss(policy, part, cfg, meter, epoch, kl_weight).backward()
             stop_if_interrupted()
-        difference = numbers_of(meter.rows).get("logprob_diff_mean", 0.0)
+        difference = meter.numbers().get("logprob_diff_mean", 0.0)
         agrees = all(job.ranks.gather(difference <= policy.diff_limit))
         job.ranks.sum_gradients(policy.parameters())
         grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM).item()
@@ -501,7 +498,7 @@ def optimize(policy, optimizer, batch: list, micro_loss: Callable, cfg: Config, 
             skipped += 1
         optimizer.zero_grad()
         grad_norms.append(grad_norm)
-    row = numbers_of(sum(job.ranks.gather(meter.rows), []))
+    row = meter.over_ranks(job.ranks)
     row["loss"] /= EPOCHS
     return row | {"grad_norm": fmean(grad_norms), "skipped": skipped}
 
@@ -550,14 +547,14 @@ def micro_loss(policy, part: list, cfg: Config, meter: Meter, epoch: int, kl_wei
 # ------------------------------------------------------------------------------ train
 
 
-async def train(policy, tasks: list, cfg: Config, job, update=update) -> None:
+async def train(policy, cfg: Config, job, update=update) -> None:
     """All steps and evaluations. Episodes of later steps go on while the trainer's thread computes.
 
     update: the function that learns. Only rank 0 has a run to write.
     """
     optimizer = policy.make_optimizer(cfg.lr, **ADAMW)
-    rows = await begin(policy, optimizer, tasks, cfg, job)
-    weights = [TASK_WEIGHTS.get(task.name, 1) for task in tasks]
+    rows = await begin(policy, optimizer, cfg, job)
+    weights = [TASK_WEIGHTS.get(task.name, 1) for task in job.tasks]
     playing = {}  # step -> its groups, as they are being played
     async with asyncio.TaskGroup() as sampling:
         while job.step < cfg.steps and not job.stopped:
@@ -568,7 +565,7 @@ async def train(policy, tasks: list, cfg: Config, job, update=update) -> None:
             # cfg.ahead updates older; faults leave their group
             for later in range(step, min(step + cfg.ahead + 1, cfg.steps)):
                 if later not in playing:
-                    plan = plan_step(tasks, weights, cfg, later)
+                    plan = plan_step(job.tasks, weights, cfg, later)
                     playing[later] = sampling.create_task(play_groups(policy, plan, cfg, job))
             groups = await playing.pop(step)
             times.append(time.perf_counter())
@@ -579,7 +576,7 @@ async def train(policy, tasks: list, cfg: Config, job, update=update) -> None:
                 setting["lr"] = lr
             learned = await in_trainer(update, policy, optimizer, groups, cfg, job)
             played = await in_trainer(gather_groups, groups, job)
-            row = {"step": step, **metrics.step_metrics(played, tasks)}
+            row = {"step": step, **metrics.step_metrics(played, job.tasks)}
             row |= {"lr": lr, **learned}
             times.append(time.perf_counter())
 
@@ -593,7 +590,7 @@ async def train(policy, tasks: list, cfg: Config, job, update=update) -> None:
             job.step = step + 1
             is_due = job.step % cfg.eval_every == 0 or job.step >= cfg.steps
             if is_due or not cfg.eval_episodes:
-                result = await judge(policy, tasks, cfg, job, f"eval-{step:06d}")
+                result = await judge(policy, cfg, job, f"eval-{step:06d}")
                 row |= metrics.evaluation_columns(result)
             row["alarms"] = metrics.alarms(row, rows)
             rows.append(row)
@@ -608,10 +605,10 @@ async def train(policy, tasks: list, cfg: Config, job, update=update) -> None:
 
         for later in playing.values():  # steps that the guard leaves out
             later.cancel()
-    await finish(policy, tasks, cfg, job)
+    await finish(policy, cfg, job)
 
 
-async def begin(policy, optimizer, tasks: list, cfg: Config, job) -> list[dict]:
+async def begin(policy, optimizer, cfg: Config, job) -> list[dict]:
     """Resumes the run, or evaluates what training starts from. Returns the rows that are there."""
     if cfg.ahead:
         await in_trainer(threads.use_all, policy.decode_threads)  # the engine has the others
@@ -624,23 +621,24 @@ async def begin(policy, optimizer, tasks: list, cfg: Config, job) -> list[dict]:
     else:
         await in_trainer(checkpoint.save_adapter, policy, job, "untrained")
         if cfg.eval_episodes:
-            result = await judge(policy, tasks, cfg, job, "before")
+            result = await judge(policy, cfg, job, "before")
             if job.run:
                 job.run.result(before=result)
                 job.run.track({"step": -1} | metrics.evaluation_columns(result))
-            job.say(metrics.evaluation_line("before training", result, tasks))
+            split = metrics.split_of(job.tasks)
+            job.say(f"before training: {summary_text(result)} ({split}, N = {result['n']})")
     if policy.path.adapter:  # else the reference of the KL term is the base model
         policy.set_reference(Path("logs", cfg.name, "untrained"))
     return rows
 
 
-async def finish(policy, tasks: list, cfg: Config, job) -> None:
+async def finish(policy, cfg: Config, job) -> None:
     """Compares the adapters, and says in result.json how the run ended."""
     if cfg.eval_episodes:
         seed = -2 - 2 * cfg.seed  # never used for selection
-        play = functools.partial(evaluate, policy, tasks, cfg, job, seed=seed)
+        play = functools.partial(evaluate, policy, cfg, job, seed=seed)
         final = {"n": cfg.eval_episodes, "steps": job.step}
-        final |= await checkpoint.compare(policy, play, tasks, job)
+        final |= await checkpoint.compare(policy, play, job)
         best = final["best"]
         job.result(final=final, value=best.get("test_value_mean", best["value_mean"]))
     elif job.best:
@@ -676,10 +674,9 @@ def check_config(cfg: Config) -> None:
         raise UserError("--thoughts is not for --agent: the program chooses what the model reads.")
 
 
-def prepare(cfg: Config, path, job):
-    """Completes the config of a seed and opens the run directory. path: of the model. Returns the
-    tasks and why this sandbox was chosen. Raises UserError for whatever is wrong, before the model
-    loads.
+def prepare(cfg: Config, path, ranks) -> Job:
+    """Completes the config of a seed and opens the run directory. path: of the model. Raises
+    UserError for whatever is wrong, before the model loads.
     """
     tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, path.is_tiny)
     derived = {
@@ -689,7 +686,8 @@ def prepare(cfg: Config, path, job):
         "concurrency": 32 * (1 + cfg.ahead),
     }
     options.set_defaults(cfg, derived)
-    if job.ranks.rank == 0:
+    job = Job(ranks, tasks, why)
+    if ranks.rank == 0:
         digests = env.digests(tasks, cfg.episode)
         job.run = store.begin_run(
             cfg,
@@ -697,7 +695,7 @@ def prepare(cfg: Config, path, job):
             path,
             lambda run: checkpoint.is_finished(run, cfg.steps, cfg.eval_episodes),
         )
-    return tasks, why
+    return job
 
 
 def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train) -> None:
@@ -706,11 +704,10 @@ def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train) -
     # The timeout covers waiting for the slowest rank; a rank that died is noticed at once.
     ranks = join(timeout=24 * 3600)
     configs = options.each_seed(cfg)
-    jobs = [Job(ranks) for _ in configs]
-    seeds = list(zip(configs, choose_models(script, configs), jobs))
-    prepared = [prepare(*seed) for seed in seeds]
+    paths = choose_models(script, configs)
+    jobs = [prepare(own, path, ranks) for own, path in zip(configs, paths)]
     policy = None  # one engine for all of them
-    for (own, path, job), (tasks, why) in zip(seeds, prepared):
+    for own, path, job in zip(configs, paths, jobs):
         run = job.run
         if ranks.first(bool(run and run.finished)):
             job.say(f"logs/{own.name} was finished before: nothing was run.")
@@ -718,13 +715,13 @@ def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train) -
             where = f"logs/{own.name} after its last whole step"
             with store.recorded_end([run] if run else [], where):
                 if run:
-                    run.result(**metrics.first_results(tasks, "training"))
-                    console.banner(own, tasks, path, why, run)
+                    run.result(**metrics.first_results(job.tasks, "training"))
+                    console.banner(own, job.tasks, path, job.sandbox, run)
                 policy = policy or load_policy(policy_class, own, path, job)
                 policy.reset(own.seed)
                 own.micro_tokens = policy.fit_micro_tokens(own.micro_tokens, ranks.world)
                 job.say(f"memory   a training pass takes up to {own.micro_tokens} tokens")
-                asyncio.run(train(policy, tasks, own, job))
+                asyncio.run(train(policy, own, job))
         if run:
             console.farewell(run)
     runs = [job.run for job in jobs if job.run]

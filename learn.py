@@ -75,8 +75,6 @@ async def grow(t: Tree, slots: asyncio.Semaphore, micro_tokens: int) -> None:
     optimizer = policy.make_optimizer(t.cfg.lr)
     job = Job(run=t.run)
     await in_trainer(checkpoint.resume, policy, optimizer, job, Run.truncate_rows)
-    if job.step:  # it may have been killed before it saved this one
-        await in_trainer(checkpoint.save_adapter, policy, job, "best")
     policy.sync()
     policy.version = job.step  # the number of updates
     # There is no KL term, and replies that were cut at the length limit carry no gradient.
@@ -92,7 +90,11 @@ async def grow(t: Tree, slots: asyncio.Semaphore, micro_tokens: int) -> None:
         async with asyncio.TaskGroup() as together:
             for nodes in picked:
                 playing.append([together.create_task(play(t, node, slots)) for node in nodes])
-        groups = [group_of(t, number, tasks) for number, tasks in enumerate(playing)]
+        groups = []  # the children of one parent each
+        for number, tasks in enumerate(playing):
+            group = batch.Group(number, t.task, [task.result() for task in tasks], [])
+            group.rewards = [value_of(improvement) for improvement in group.improvements()]
+            groups.append(group)
         row = row_of(t, sum(picked, []), groups)
         job.step = policy.version
         row |= await in_trainer(grpo.update, policy, optimizer, groups, cfg, job)
@@ -100,9 +102,9 @@ async def grow(t: Tree, slots: asyncio.Semaphore, micro_tokens: int) -> None:
         if row.get("skipped"):
             await policy.check_sync()
         row["alarms"] = alarms(row, t.run.rows())
-        await in_trainer(checkpoint.write_step, policy, optimizer, job, row)
         # The last adapter is the best one, because no evaluation compares them.
         await in_trainer(checkpoint.save_adapter, policy, job, "best")
+        await in_trainer(checkpoint.write_step, policy, optimizer, job, row)
         print(console.round_line(row), flush=True)
     await search.close(t)
 
@@ -126,13 +128,6 @@ async def play(t: Tree, node: Node, slots: asyncio.Semaphore):
     """Plays the episode of a node once a slot is free."""
     await slots.acquire()
     return await search.run_node(t, node, slots)
-
-
-def group_of(t: Tree, number: int, tasks: list[asyncio.Task]) -> batch.Group:
-    """The played children of one parent as a group of grpo.py."""
-    group = batch.Group(number, t.task, [task.result() for task in tasks], [])
-    group.rewards = [value_of(improvement) for improvement in group.improvements()]
-    return group
 
 
 # ------------------------------------------------------------------ numbers of a round

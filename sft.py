@@ -222,7 +222,7 @@ def main() -> None:
     policy = None  # one engine for all seeds
     seeds = options.each_seed(cfg)
     paths = choose_models(SCRIPT, seeds)
-    prepared = [prepare(own, path) for own, path in zip(seeds, paths)]
+    prepared = list(map(prepare, seeds, paths))
     for own, path, (run, tasks, transcripts) in zip(seeds, paths, prepared):
         if run.finished:
             print(f"{run.dir} was finished before: nothing was run.")

@@ -64,15 +64,13 @@ class ActorCritic(Policy):
         import torch
 
         self.head = torch.nn.Linear(self.model.config.hidden_size, 1, device=self.device)
+        self.model.value_head = self.head  # parameters() has it, too
         self.reset(seed)
 
     def reset(self, seed: int) -> None:
         for p in self.head.parameters() if self.head else ():
             p.data.zero_()
         super().reset(seed)
-
-    def parameters(self) -> list:
-        return [*super().parameters(), *(self.head.parameters() if self.head else ())]
 
     def values(self, hidden):
         """Estimates of the reward, (N,), after these hidden states (N, D)."""

@@ -159,8 +159,7 @@ def play(policy, tmp_path, monkeypatch):
         run.result(**metrics.first_results(list(tasks), "training"))
         run.trackers += trackers
         try:
-            job = Job(run=run)
-            asyncio.run(train(policy, list(tasks), cfg, job))
+            asyncio.run(train(policy, cfg, Job(tasks=list(tasks), run=run)))
             return run.rows()
         except ExceptionGroup as group:
             raise first_cause(group) from group

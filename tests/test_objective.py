@@ -24,7 +24,6 @@ from flatlab.train.batch import (
     choose_tasks,
     cost,
     micro_batches,
-    numbers_of,
     sequences_of,
 )
 from flatlab.train.job import Job
@@ -406,7 +405,7 @@ def test_a_meter_sums_and_averages_over_micro_batches():
     other.add("mean", loss_mean=torch.tensor([6.0]))
     other.add("sum", loss=torch.tensor([6.0]))
     other.add("max", most=torch.tensor([0.0]))
-    assert numbers_of(meter.rows + other.rows) == {"loss_mean": 3, "loss": 9, "most": 2}
+    assert Meter(meter.rows + other.rows).numbers() == {"loss_mean": 3, "loss": 9, "most": 2}
 
 
 def test_expected_best_is_the_mean_over_all_draws():

@@ -171,7 +171,7 @@ def draw_kl_weights(count: int, share: float, kl: float, seed: str) -> list[floa
 
 @dataclass
 class Meter:
-    """Columns of numbers of the micro-batches of an update, see numbers_of."""
+    """Sums, means and maxima of columns over the micro-batches of an update, and over the ranks."""
 
     # (name, "sum", "mean" or "max", sum or maximum, count) of each column of each micro-batch
     rows: list[tuple] = field(default_factory=list)
@@ -184,16 +184,19 @@ class Meter:
                 value = column.max() if reduction == "max" else column.sum()
                 self.rows.append((name, reduction, value.item(), len(column)))
 
+    def numbers(self) -> dict[str, float]:
+        """Reductions of what was added, by name."""
+        columns = {}
+        for name, reduction, *pair in self.rows:
+            columns.setdefault((name, reduction), []).append(pair)
+        numbers = {}
+        for (name, reduction), pairs in columns.items():
+            values, counts = zip(*pairs)
+            numbers[name] = max(values) if reduction == "max" else sum(values)
+            if reduction == "mean":
+                numbers[name] /= sum(counts)
+        return numbers
 
-def numbers_of(rows: list[tuple]) -> dict[str, float]:
-    """The sums, means and maxima in the rows of one or several meters, by name."""
-    columns = {}
-    for name, reduction, *pair in rows:
-        columns.setdefault((name, reduction), []).append(pair)
-    numbers = {}
-    for (name, reduction), pairs in columns.items():
-        values, counts = zip(*pairs)
-        numbers[name] = max(values) if reduction == "max" else sum(values)
-        if reduction == "mean":
-            numbers[name] /= sum(counts)
-    return numbers
+    def over_ranks(self, ranks) -> dict[str, float]:
+        """The same over all ranks."""
+        return Meter(sum(ranks.gather(self.rows), [])).numbers()

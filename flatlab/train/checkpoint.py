@@ -1,6 +1,6 @@
 """Checkpoints, transcripts and adapters of a training run, and resuming from them.
 
-Every rank calls these functions with its job, see job.py, but write_step, adapters_of and
+Every rank calls these functions with its job, see job.py, but write_step and
 is_finished are for rank 0: only that has a run to write. All randomness is a function of seed and
 step, so there is no generator to save.
 """
@@ -104,7 +104,7 @@ def keep_best(policy, job, result: dict) -> None:
         job.result(best=result)
 
 
-async def compare(policy, evaluate: Callable, tasks: list, job) -> dict:
+async def compare(policy, evaluate: Callable, job) -> dict:
     """Plays the same fresh seeds with the untrained, the last and the best adapter.
 
     evaluate(name of the file, test=whether to score the test part): plays and saves episodes, and
@@ -123,24 +123,21 @@ async def compare(policy, evaluate: Callable, tasks: list, job) -> dict:
             file = f"final-{name}"
             played[weights] = await evaluate(file, test=name == "best"), f"episodes/{file}.jsonl"
     same = {name: played[weights] for name, (_, weights) in adapters.items()}
-    return metrics.comparison(same, tasks, steps)
+    return metrics.comparison(same, job.tasks, steps)
 
 
 def final_adapters(job) -> dict[str, tuple[Path, str]]:
     """The folder of each adapter that is compared at the end of a run, and the digest of its
     weights, by name.
     """
-    return job.ranks.first(adapters_of(job.run) if job.run else None)
-
-
-def adapters_of(run) -> dict[str, tuple[Path, str]]:
-    untrained = run.dir / "untrained"
-    last = newest(run)[1] or untrained
-    folders = {"untrained": untrained, "last": last, "best": run.dir / "best"}
-    return {
-        name: (folder, content_key(next(folder.glob("*.safetensors"))))
-        for name, folder in folders.items()
-    }
+    adapters = {}
+    if job.run:
+        untrained = job.run.dir / "untrained"
+        last = newest(job.run)[1] or untrained
+        folders = {"untrained": untrained, "last": last, "best": job.run.dir / "best"}
+        for name, folder in folders.items():
+            adapters[name] = folder, content_key(next(folder.glob("*.safetensors")))
+    return job.ranks.first(adapters)
 
 
 def is_finished(run, steps: int, n: int = 0) -> bool:

@@ -18,9 +18,8 @@ in their next exchange, torchrun ends the job, and the same command resumes it.
 
 import asyncio
 import atexit
+import bisect
 import contextlib
-import heapq
-import itertools
 import os
 import pickle
 import threading
@@ -76,14 +75,13 @@ class Slots:
 
     def __init__(self, count: int):
         self.free = count
-        self.waiting = []  # heap of (order, number, future)
-        self.numbers = itertools.count()
+        self.waiting = []  # (order, future), sorted
 
     @contextlib.asynccontextmanager
     async def slot(self, order: int):
         """Holds a slot inside of the block."""
         turn = asyncio.get_running_loop().create_future()
-        heapq.heappush(self.waiting, (order, next(self.numbers), turn))
+        bisect.insort(self.waiting, (order, turn), key=lambda pair: pair[0])
         self.assign()
         try:
             await turn
@@ -95,7 +93,7 @@ class Slots:
 
     def assign(self) -> None:
         while self.free and self.waiting:
-            turn = heapq.heappop(self.waiting)[2]
+            _, turn = self.waiting.pop(0)
             if not turn.done():  # a future that is done was cancelled
                 turn.set_result(None)
                 self.free -= 1
@@ -111,10 +109,6 @@ class Ranks:
     rank: int = 0
     world: int = 1  # number of ranks
     group: object = None
-
-    def part(self, numbers: range) -> range:
-        """Those of this rank."""
-        return numbers[self.rank :: self.world]
 
     def sum(self, *numbers: float) -> list[float]:
         """Each number summed over the ranks."""
@@ -173,6 +167,8 @@ class Job:
     """State of a process of a training run, and how far the run has come."""
 
     ranks: Ranks = field(default_factory=Ranks)
+    tasks: list = field(default_factory=list)  # to train on
+    sandbox: str = ""  # why this kind of sandbox was chosen
     run: Run | None = None  # the open run directory; None on all ranks but rank 0
     slots: Slots | None = None  # of the sandboxes of this process
     step: int = 0  # the next one; as many steps of training are in the weights
@@ -211,8 +207,10 @@ def join(timeout: float) -> Ranks:
         raise mismatch("RANK", "WORLD_SIZE")
     if world == 1:
         return Ranks()
-    if not os.environ.get("LOCAL_RANK"):
-        raise mismatch("WORLD_SIZE", "LOCAL_RANK")
+    for name in ("LOCAL_RANK", "RANK", "MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            raise mismatch("WORLD_SIZE", name)
+    threads.whole_number("MASTER_PORT", 0)
     import torch
     from torch import distributed
 
@@ -224,10 +222,6 @@ def join(timeout: float) -> Ranks:
         if local >= count:
             raise UserError(f"torchrun starts more processes here than there are GPUs ({count}).")
         os.environ["CUDA_VISIBLE_DEVICES"] = str(visible[local])
-    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
-        if not os.environ.get(name):
-            raise mismatch("WORLD_SIZE", name)
-    threads.whole_number("MASTER_PORT", 0)
     meeting = distributed.rendezvous("env://", timeout=timedelta(seconds=120))
     store, rank, world = next(meeting)
     store = distributed.PrefixStore("flatlab", store)

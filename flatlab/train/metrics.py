@@ -15,7 +15,7 @@ from flatlab.errors import UserError
 from flatlab.numbers import number, standard_error
 from flatlab.task.definition import Task
 from flatlab.task.sanity import degenerate
-from flatlab.task.value import summary, summary_text, value_of
+from flatlab.task.value import summary, value_of
 from flatlab.train.batch import Group
 
 PHASES = ("seconds_sample", "seconds_train", "seconds_sync", "seconds_judge")
@@ -138,10 +138,6 @@ def split_of(tasks: list[Task]) -> str:
     other.
     """
     return " and ".join(dict.fromkeys(task.splits[0] for task in tasks))
-
-
-def evaluation_line(when: str, result: dict, tasks: list[Task]) -> str:
-    return f"{when}: {summary_text(result)} ({split_of(tasks)}, N = {result['n']})"
 
 
 # ------------------------------------------------------------------------------ the end of a run
@@ -269,7 +265,7 @@ KL_LIMIT = 1.0  # nats per token; three steps above it are a collapse
 STUCK = 5  # steps in a row without anything to learn, or with almost nothing valid
 
 
-def collapse(rows: list[dict], best: dict | None = None) -> str:
+def collapse(rows: list[dict], best: dict | None) -> str:
     """Why the policy counts as collapsed after the last row, or "".
 
     best: the evaluation of the adapter in best/.
