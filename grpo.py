@@ -59,6 +59,7 @@ from flatlab.train.batch import (
     micro_batches,
     plan_step,
     sequences_of,
+    weighted,
 )
 from flatlab.train.job import Job, Slots, in_trainer, join, stop_if_interrupted
 from flatlab.view import console
@@ -456,19 +457,7 @@ def make_batch(groups: list[Group], cfg: Config, job) -> list:
             for turn, own in zip(e.turns, credit):
                 turn["advantage"] = own  # for the transcripts
             batch.append(sequences_of(e, credit))
-    return weighted(batch, cfg, job)
-
-
-def weighted(batch: list[list], cfg: Config, job) -> list:
-    """The sequences of all episodes with their weights. The denominators are those of the whole
-    batch, before it is split into ranks and micro-batches.
-    """
-    lengths = [sum(len(s.old) for s in sequences) for sequences in batch]
-    tokens, episodes = job.ranks.sum(sum(lengths), len(lengths))
-    for sequences, length in zip(batch, lengths):
-        for s in sequences:
-            s.weight = LOSSES[cfg.loss].weight(length, tokens, episodes, cfg)
-    return sum(batch, [])
+    return weighted(batch, LOSSES[cfg.loss].weight, cfg, job)
 
 
 def optimize(policy, optimizer, batch: list, micro_loss: Callable, cfg: Config, job) -> dict:
@@ -498,7 +487,8 @@ def optimize(policy, optimizer, batch: list, micro_loss: Callable, cfg: Config, 
             skipped += 1
         optimizer.zero_grad()
         grad_norms.append(grad_norm)
-    row = meter.over_ranks(job.ranks)
+    meter.rows = sum(job.ranks.gather(meter.rows), [])
+    row = meter.numbers()
     row["loss"] /= EPOCHS
     return row | {"grad_norm": fmean(grad_norms), "skipped": skipped}
 
@@ -611,7 +601,7 @@ async def train(policy, cfg: Config, job, update=update) -> None:
 async def begin(policy, optimizer, cfg: Config, job) -> list[dict]:
     """Resumes the run, or evaluates what training starts from. Returns the rows that are there."""
     if cfg.ahead:
-        await in_trainer(threads.use_all, policy.decode_threads)  # the engine has the others
+        await in_trainer(threads.use_all, policy.decode_threads)  # the engine keeps its own
     rows = await in_trainer(checkpoint.resume, policy, optimizer, job)
     agreement = await policy.verify()
     job.say(f"engine   agrees with the trainer: {agreement['random adapter']}")

@@ -24,7 +24,13 @@ sys.path.insert(0, str(ROOT))
 import grpo  # noqa: E402
 from flatlab.files import save_tensors  # noqa: E402
 from flatlab.runs import cli  # noqa: E402
-from flatlab.train.batch import Meter, column, micro_batches, sequences_of  # noqa: E402
+from flatlab.train.batch import (  # noqa: E402
+    Meter,
+    column,
+    micro_batches,
+    sequences_of,
+    weighted,
+)
 from policy import Policy  # noqa: E402
 
 VALUE_WEIGHT = 0.1  # weight of the value head's squared error in the loss
@@ -107,7 +113,7 @@ def make_batch(policy, groups: list, cfg: Config, job) -> list:
 
     episodes = [(e, r) for g in groups for e, r in zip(g.played, g.rewards)]
     batch = [sequences_of(e, [r] * len(e.turns)) for e, r in episodes]
-    trained = grpo.weighted(batch, cfg, job)
+    trained = weighted(batch, grpo.LOSSES[cfg.loss].weight, cfg, job)
     for part in micro_batches(trained, cfg.micro_tokens, policy.packs):
         with torch.no_grad():
             hidden, _ = policy.hidden_states([(s.tokens, s.mask) for s in part])

@@ -5,6 +5,7 @@ formulas here.
 import itertools
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -113,6 +114,18 @@ def sequences_of(episode: Episode, advantages: list[float | None]) -> list[Train
     return sequences
 
 
+def weighted(batch: list[list], weight: Callable, cfg, job) -> list[TrainSequence]:
+    """The sequences of all episodes, each with the weight of its tokens in the mean. The
+    denominators are those of the whole batch, before it is split into ranks and micro-batches.
+    """
+    lengths = [sum(len(s.old) for s in sequences) for sequences in batch]
+    tokens, episodes = job.ranks.sum(sum(lengths), len(lengths))
+    for sequences, length in zip(batch, lengths):
+        for s in sequences:
+            s.weight = weight(length, tokens, episodes, cfg)
+    return sum(batch, [])
+
+
 def micro_batches(sequences: list[TrainSequence], limit: int, packed: bool = True):
     """Yields parts that cost the trainer at most `limit` tokens, see `cost`.
 
@@ -171,7 +184,7 @@ def draw_kl_weights(count: int, share: float, kl: float, seed: str) -> list[floa
 
 @dataclass
 class Meter:
-    """Sums, means and maxima of columns over the micro-batches of an update, and over the ranks."""
+    """Sums, means and maxima of columns over the micro-batches of an update."""
 
     # (name, "sum", "mean" or "max", sum or maximum, count) of each column of each micro-batch
     rows: list[tuple] = field(default_factory=list)
@@ -196,7 +209,3 @@ class Meter:
             if reduction == "mean":
                 numbers[name] /= sum(counts)
         return numbers
-
-    def over_ranks(self, ranks) -> dict[str, float]:
-        """The same over all ranks."""
-        return Meter(sum(ranks.gather(self.rows), [])).numbers()
