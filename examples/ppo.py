@@ -139,11 +139,14 @@ def micro_loss(policy, part: list, cfg: Config, meter: Meter, epoch: int, kl_wei
     """The loss of grpo.py and the squared error of the values."""
     loss = grpo.micro_loss(policy, part, cfg, meter, epoch, kl_weight)
     error = (policy.estimates - column(part, "target", policy.device)) ** 2 / 2
+    value_loss = VALUE_WEIGHT * error * column(part, "weight", policy.device)
     meter.add("mean", value_loss=error)
-    return loss + VALUE_WEIGHT * (error * column(part, "weight", policy.device)).sum()
+    meter.add("sum", loss=value_loss)
+    return loss + value_loss.sum()
 
 
 def update(policy, optimizer, groups: list, cfg: Config, job) -> dict:
+    """The update of grpo.py on this batch, with this loss."""
     batch = make_batch(policy, groups, cfg, job)
     return grpo.optimize(policy, optimizer, batch, micro_loss, cfg, job)
 

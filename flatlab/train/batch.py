@@ -5,7 +5,7 @@ formulas here.
 import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -56,7 +56,7 @@ class Plan:
     size: int  # episodes of a group
     seed: int
     # tasks of the groups that replace groups of equal rewards
-    replacements: list[Task] = field(default_factory=list)
+    replacements: Sequence[Task] = ()
     test: bool = False  # whether to score the test part, too
     order: int = -1  # priority for sandboxes, lower runs first: evaluations, then step by step
 

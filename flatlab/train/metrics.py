@@ -302,8 +302,8 @@ def evaluation_fell(row: dict, best: dict | None) -> str:
         return ""  # a killed run may have saved a better adapter after this row
     last = row["eval_value_mean"]
     fall = best["value_mean"] - last
-    errors = [best["value_stderr"] or 0.0, row["eval_value_stderr"] or 0.0]
-    error = max(0.02, hypot(*errors))  # equal values have no error of their own
+    error = hypot(best["value_stderr"] or 0.0, row["eval_value_stderr"] or 0.0)
+    error = max(0.02, error)  # equal values have no error of their own
     if fall <= 3 * error:
         return ""
     text = (
