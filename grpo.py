@@ -34,8 +34,7 @@ Letters: P groups, G episodes each, N trained tokens of a micro-batch.
 
 import asyncio
 import functools
-import math
-import random
+import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -45,28 +44,24 @@ from statistics import fmean, stdev
 from typing import Literal
 
 import env
-from flatlab import options
+from flatlab import options, threads
 from flatlab.errors import UserError, finite, finite_list, user_code
 from flatlab.runs import cli, store
+from flatlab.task.value import summary_text
 from flatlab.train import checkpoint, metrics
 from flatlab.train.batch import (
     Group,
     Meter,
     Plan,
     column,
+    draw_kl_weights,
     gather_groups,
     micro_batches,
     plan_step,
     sequences_of,
+    weighted,
 )
-from flatlab.train.job import (
-    Job,
-    Slots,
-    in_trainer,
-    join,
-    reserve_threads,
-    stop_if_interrupted,
-)
+from flatlab.train.job import Job, Slots, in_trainer, join, stop_if_interrupted
 from flatlab.view import console
 from flatlab.world.episode import play, run_episode
 from policy import Policy, choose_models, lora_settings
@@ -348,14 +343,13 @@ class Config:
 
 def rewards_of(group: Group, cfg: Config) -> list[float]:
     """One reward per episode that is not a fault."""
-    name = f"--reward {cfg.reward}"
     rewards = []
     for e, improvement in zip(group.played, group.improvements()):
         reward = NO_SUBMISSION
         if improvement is not None:
-            with user_code(name):
-                reward = REWARDS[cfg.reward](improvement, e)
-        rewards.append(finite(name, reward, NO_SUBMISSION))
+            with user_code(f"--reward {cfg.reward}") as name:
+                reward = finite(name, REWARDS[cfg.reward](improvement, e), NO_SUBMISSION)
+        rewards.append(reward)
     return rewards
 
 
@@ -376,7 +370,8 @@ async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
     """
     job.slots = slots = job.slots or Slots(cfg.concurrency)
     planned = [*plan.tasks, *plan.replacements]
-    spare = iter(range(len(plan.tasks), len(planned))[job.ranks.rank :: job.ranks.world])
+    mine = slice(job.ranks.rank, None, job.ranks.world)
+    spare = iter(range(len(plan.tasks), len(planned))[mine])
     play_one = agent_loop(cfg)
     groups = []
 
@@ -400,7 +395,7 @@ async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
             number = None if group.informative else next(spare, None)
 
     async with asyncio.TaskGroup() as together:
-        for number in range(len(plan.tasks))[job.ranks.rank :: job.ranks.world]:
+        for number in range(len(plan.tasks))[mine]:
             together.create_task(fill(number))
     if cfg.agent:
         from integrations.agent_program import check_programs
@@ -409,20 +404,20 @@ async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
     return sorted(groups, key=lambda group: group.number)
 
 
-async def evaluate(policy, tasks, cfg: Config, job, name: str, seed: int, test=False) -> list:
+async def evaluate(policy, cfg: Config, job, name: str, seed: int, test=False) -> list[Group]:
     """Plays cfg.eval_episodes episodes, one per group, the same ones for the same seed.
 
     They are saved as episodes/<name>.jsonl. No update happens meanwhile. Returns the groups.
     """
     job.say(f"evaluate {name}")
-    planned = [tasks[i % len(tasks)] for i in range(cfg.eval_episodes)]
-    groups = await play_groups(policy, Plan(planned, 1, seed, test=test), cfg, job)
+    planned = itertools.islice(itertools.cycle(job.tasks), cfg.eval_episodes)
+    groups = await play_groups(policy, Plan([*planned], 1, seed, test=test), cfg, job)
     groups = await in_trainer(gather_groups, groups, job)
     checkpoint.save_groups(job, name, groups)
     return groups
 
 
-async def judge(policy, tasks, cfg: Config, job, name: str) -> dict:
+async def judge(policy, cfg: Config, job, name: str) -> dict:
     """Evaluates the adapter, and keeps it as best/ if it is better than the best one so far.
 
     Without evaluations the last adapter is the best, and the result is {}.
@@ -430,35 +425,18 @@ async def judge(policy, tasks, cfg: Config, job, name: str) -> dict:
     result = {}
     if cfg.eval_episodes:
         seed = -1 - 2 * cfg.seed  # seeds of training are not negative
-        result = metrics.evaluation(await evaluate(policy, tasks, cfg, job, name, seed), tasks)
+        groups = await evaluate(policy, cfg, job, name, seed)
+        result = metrics.evaluation(groups, job.tasks)
     await in_trainer(checkpoint.keep_best, policy, job, result | {"step": job.step - 1})
     return result
 
 
-async def compare(policy, tasks, cfg: Config, job) -> dict:
-    """Plays the same fresh seeds with the untrained, the last and the best adapter.
-
-    Adapters with equal weights are played once. The test part is read for the best one alone.
-    """
-    adapters = await in_trainer(checkpoint.final_adapters, job)
-    steps = {"last": job.step - 1, "best": job.best["step"]}
-    seed = -2 - 2 * cfg.seed  # never used for selection
-    played = {}  # by digest of the weights
-    for name in ("best", *adapters):
-        folder, weights = adapters[name]
-        if weights not in played:
-            policy.load_adapter(folder)
-            policy.sync()
-            policy.version = steps.get(name, -1) + 1
-            file = f"final-{name}"
-            groups = await evaluate(policy, tasks, cfg, job, file, seed, test=name == "best")
-            played[weights] = groups, f"episodes/{file}.jsonl"
-    digests = {name: weights for name, (_, weights) in adapters.items()}
-    final = metrics.comparison(digests, played, tasks, steps)
-    return {"n": cfg.eval_episodes, "steps": job.step} | final
-
-
 # ------------------------------------------------------------------------------ learn
+
+
+def update(policy, optimizer, groups: list[Group], cfg: Config, job) -> dict:
+    """Learns from the groups of a step, see optimize."""
+    return optimize(policy, optimizer, make_batch(groups, cfg, job), micro_loss, cfg, job)
 
 
 def make_batch(groups: list[Group], cfg: Config, job) -> list:
@@ -469,29 +447,20 @@ def make_batch(groups: list[Group], cfg: Config, job) -> list:
     for g in groups:
         if not g.informative:
             continue
-        name = f"--advantage {cfg.advantage}"
-        with user_code(name):
+        with user_code(f"--advantage {cfg.advantage}") as name:
             advantages = ADVANTAGES[cfg.advantage](g.rewards)
             advantages = finite_list(name, advantages, len(g.played))
         for e, advantage in zip(g.played, advantages):
-            name = f"--credit {cfg.credit}"
-            with user_code(name):
+            with user_code(f"--credit {cfg.credit}") as name:
                 credit = CREDITS[cfg.credit](advantage, e.turns)
                 credit = finite_list(name, credit, len(e.turns), skips=True)
             for turn, own in zip(e.turns, credit):
                 turn["advantage"] = own  # for the transcripts
             batch.append(sequences_of(e, credit))
-    # The denominators are those of the whole batch, before it is split into ranks and
-    # micro-batches.
-    lengths = [sum(len(s.old) for s in sequences) for sequences in batch]
-    tokens, episodes = job.ranks.sum(sum(lengths), len(lengths))
-    for sequences, length in zip(batch, lengths):
-        for s in sequences:
-            s.weight = LOSSES[cfg.loss].weight(length, tokens, episodes, cfg)
-    return sum(batch, [])
+    return weighted(batch, LOSSES[cfg.loss].weight, cfg, job)
 
 
-def update(policy, optimizer, groups: list[Group], cfg: Config, job) -> dict:
+def optimize(policy, optimizer, batch: list, micro_loss: Callable, cfg: Config, job) -> dict:
     """Makes EPOCHS passes over the batch, one optimizer step each. Returns numbers for the row.
 
     Every rank takes part, also one without sequences. Samples about which engine and trainer
@@ -499,17 +468,17 @@ def update(policy, optimizer, groups: list[Group], cfg: Config, job) -> dict:
     """
     import torch
 
-    batch = make_batch(groups, cfg, job)
     if not job.ranks.sum(len(batch))[0]:
         return {}
     parts = list(micro_batches(batch, cfg.micro_tokens, policy.packs))
-    kl_weights = draw_kl_weights(len(parts), cfg, f"{cfg.seed} {job.step} kl")
+    kl_weights = draw_kl_weights(len(parts), KL_SHARE, cfg.kl, f"{cfg.seed} {job.step} kl")
     meter, skipped, grad_norms = Meter(), 0, []
     for epoch in range(EPOCHS):
         for part, kl_weight in zip(parts, kl_weights):
             micro_loss(policy, part, cfg, meter, epoch, kl_weight).backward()
             stop_if_interrupted()
-        agrees = all(job.ranks.gather(meter.mean("logprob_diff") <= policy.diff_limit))
+        difference = meter.numbers().get("logprob_diff_mean", 0.0)
+        agrees = all(job.ranks.gather(difference <= policy.diff_limit))
         job.ranks.sum_gradients(policy.parameters())
         grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM).item()
         if agrees and grad_norm <= SKIP_GRAD_NORM:  # False for NaN
@@ -518,34 +487,10 @@ def update(policy, optimizer, groups: list[Group], cfg: Config, job) -> dict:
             skipped += 1
         optimizer.zero_grad()
         grad_norms.append(grad_norm)
-    total, mean, largest = meter.over_ranks(job)
-    row = {
-        "loss": total["loss"] / EPOCHS,
-        "lost_tokens": total["lost_tokens"],
-        "grad_norm": fmean(grad_norms),
-        "skipped": skipped,
-        "lag_mean": mean["lag"],
-        "lag_max": largest["lag"],
-        "judged_tokens": total["judged"],
-        **{name: mean[name] for name in ("kl", "base_diff", "entropy", "clip_share")},
-    }
-    if total["judged"]:
-        row["logprob_diff_mean"] = mean["logprob_diff"]
-        row["logprob_diff_max"] = largest["logprob_diff"]
-    return row
-
-
-def draw_kl_weights(count: int, cfg: Config, seed: str) -> list[float | None]:
-    """Weight of the KL term of each micro-batch: --kl * n / k for k of the n, and None for the
-    others, which need no pass of the reference.
-
-    With --kl 0 one has the weight 0, because the guard wants to know the KL.
-    """
-    drawn = math.ceil(KL_SHARE * count) if cfg.kl else min(1, count)
-    weights = [None] * count
-    for number in random.Random(seed).sample(range(count), drawn):
-        weights[number] = cfg.kl * count / drawn
-    return weights
+    meter.rows = sum(job.ranks.gather(meter.rows), [])
+    row = meter.numbers()
+    row["loss"] /= EPOCHS
+    return row | {"grad_norm": fmean(grad_norms), "skipped": skipped}
 
 
 def micro_loss(policy, part: list, cfg: Config, meter: Meter, epoch: int, kl_weight: float | None):
@@ -554,54 +499,52 @@ def micro_loss(policy, part: list, cfg: Config, meter: Meter, epoch: int, kl_wei
 
     pairs = [(s.tokens, s.mask) for s in part]
     advantage = column(part, "advantage", policy.device)
+    old = column(part, "old", policy.device)
     sequence = [number for number, s in enumerate(part) for _ in s.old]
     sequence = torch.tensor(sequence, device=policy.device)
-    base = None
+    base = old
     if kl_weight is not None:
         with torch.no_grad():
-            base = policy.logprobs(pairs, base=True)[0]
+            base, _ = policy.logprobs(pairs, base=True)
     logp, entropy = policy.logprobs(pairs, entropy_learns=ENTROPY_BONUS > 0)
 
     # A token whose log-prob is not finite is left out.
-    old = column(part, "old", policy.device)
-    is_finite = logp.isfinite() & old.isfinite()
-    if base is not None:
-        is_finite &= base.isfinite()
-        base = base.masked_fill(~is_finite, 0.0)
-    logp = logp.masked_fill(~is_finite, 0.0)
-    old = old.masked_fill(~is_finite, 0.0)
+    lost = ~(logp.isfinite() & old.isfinite() & base.isfinite())
+    logp, old, base = (values.masked_fill(lost, 0.0) for values in (logp, old, base))
 
     with user_code(f"--loss {cfg.loss}"):
         loss, is_clipped = LOSSES[cfg.loss].function(logp, old, advantage, sequence, cfg)
-    if base is not None:
+    if kl_weight is not None:
         kl = kl_to_base(logp, base)
-        meter.add(kl=kl, base_diff=(logp - base).abs())
+        meter.add("mean", kl=kl, base_diff=(logp - base).abs())
         loss = loss + kl_weight * kl
     if ENTROPY_BONUS:
-        loss = loss - ENTROPY_BONUS * entropy.masked_fill(~is_finite, 0.0)
-    loss = loss * column(part, "weight", policy.device) * is_finite
-    meter.add(loss=loss, entropy=entropy, clip_share=is_clipped & is_finite)
-    meter.add(lost_tokens=~is_finite)
+        loss = loss - ENTROPY_BONUS * entropy
+    loss = loss.masked_fill(lost, 0.0) * column(part, "weight", policy.device)
+    meter.add("sum", loss=loss, lost_tokens=lost)
+    meter.add("mean", entropy=entropy, clip_share=is_clipped & ~lost)
     if epoch == 0:
         # The engine's log-probs are those of the trainer for tokens of the current version only.
         lag = policy.version - column(part, "version", policy.device)
         is_current = lag == 0
         difference = (logp.detach() - old).abs()[is_current]
-        meter.add(lag=lag, judged=is_current, logprob_diff=difference)
+        meter.add("sum", judged_tokens=is_current)
+        meter.add("mean", lag_mean=lag, logprob_diff_mean=difference)
+        meter.add("max", lag_max=lag, logprob_diff_max=difference)
     return loss.sum()
 
 
 # ------------------------------------------------------------------------------ train
 
 
-async def train(policy, tasks: list, cfg: Config, job) -> None:
+async def train(policy, cfg: Config, job, update=update) -> None:
     """All steps and evaluations. Episodes of later steps go on while the trainer's thread computes.
 
-    Only rank 0 has a run to write.
+    update: the function that learns. Only rank 0 has a run to write.
     """
     optimizer = policy.make_optimizer(cfg.lr, **ADAMW)
-    rows = await begin(policy, optimizer, tasks, cfg, job)
-    weights = [TASK_WEIGHTS.get(task.name, 1) for task in tasks]
+    rows = await begin(policy, optimizer, cfg, job)
+    weights = [TASK_WEIGHTS.get(task.name, 1) for task in job.tasks]
     playing = {}  # step -> its groups, as they are being played
     async with asyncio.TaskGroup() as sampling:
         while job.step < cfg.steps and not job.stopped:
@@ -612,7 +555,7 @@ async def train(policy, tasks: list, cfg: Config, job) -> None:
             # cfg.ahead updates older; faults leave their group
             for later in range(step, min(step + cfg.ahead + 1, cfg.steps)):
                 if later not in playing:
-                    plan = plan_step(tasks, weights, cfg, later)
+                    plan = plan_step(job.tasks, weights, cfg, later)
                     playing[later] = sampling.create_task(play_groups(policy, plan, cfg, job))
             groups = await playing.pop(step)
             times.append(time.perf_counter())
@@ -623,7 +566,7 @@ async def train(policy, tasks: list, cfg: Config, job) -> None:
                 setting["lr"] = lr
             learned = await in_trainer(update, policy, optimizer, groups, cfg, job)
             played = await in_trainer(gather_groups, groups, job)
-            row = {"step": step, **metrics.step_metrics(played, tasks)}
+            row = {"step": step, **metrics.step_metrics(played, job.tasks)}
             row |= {"lr": lr, **learned}
             times.append(time.perf_counter())
 
@@ -634,7 +577,14 @@ async def train(policy, tasks: list, cfg: Config, job) -> None:
             times.append(time.perf_counter())
 
             # judge: an evaluation now and then, alarms, and the guard
-            await judge_step(policy, tasks, cfg, job, row, rows)
+            job.step = step + 1
+            is_due = job.step % cfg.eval_every == 0 or job.step >= cfg.steps
+            if is_due or not cfg.eval_episodes:
+                result = await judge(policy, cfg, job, f"eval-{step:06d}")
+                row |= metrics.evaluation_columns(result)
+            row["alarms"] = metrics.alarms(row, rows)
+            rows.append(row)
+            job.stopped = metrics.collapse(rows, job.best)
             times.append(time.perf_counter())
 
             # record: row, transcripts, checkpoint, plot; a step counts once its checkpoint is there
@@ -645,45 +595,40 @@ async def train(policy, tasks: list, cfg: Config, job) -> None:
 
         for later in playing.values():  # steps that the guard leaves out
             later.cancel()
-    await finish(policy, tasks, cfg, job)
+    await finish(policy, cfg, job)
 
 
-async def judge_step(policy, tasks: list, cfg: Config, job, row: dict, rows: list) -> None:
-    """Completes the row of a step whose update is made, and appends it to the rows before it."""
-    job.step = row["step"] + 1
-    is_due = job.step % cfg.eval_every == 0 or job.step >= cfg.steps
-    if is_due or not cfg.eval_episodes:
-        result = await judge(policy, tasks, cfg, job, f"eval-{row['step']:06d}")
-        row |= metrics.evaluation_columns(result)
-    row["alarms"] = metrics.alarms(row, rows)
-    rows.append(row)
-    job.stopped = metrics.collapse(rows, job.best)
-
-
-async def begin(policy, optimizer, tasks: list, cfg: Config, job) -> list[dict]:
+async def begin(policy, optimizer, cfg: Config, job) -> list[dict]:
     """Resumes the run, or evaluates what training starts from. Returns the rows that are there."""
     if cfg.ahead:
-        await in_trainer(reserve_threads, policy.decode_threads)
+        await in_trainer(threads.use_all, policy.decode_threads)  # the engine keeps its own
     rows = await in_trainer(checkpoint.resume, policy, optimizer, job)
     agreement = await policy.verify()
     job.say(f"engine   agrees with the trainer: {agreement['random adapter']}")
     policy.version = job.step
-    if job.step == 0:
+    if job.step:
+        job.stopped = metrics.collapse(rows, job.best)
+    else:
         await in_trainer(checkpoint.save_adapter, policy, job, "untrained")
         if cfg.eval_episodes:
-            result = await judge(policy, tasks, cfg, job, "before")
-            job.result(before=result)
-            job.track({"step": -1} | metrics.evaluation_columns(result))
-            job.say(metrics.evaluation_line("before training", result, tasks))
+            result = await judge(policy, cfg, job, "before")
+            if job.run:
+                job.run.result(before=result)
+                job.run.track({"step": -1} | metrics.evaluation_columns(result))
+            split = metrics.split_of(job.tasks)
+            job.say(f"before training: {summary_text(result)} ({split}, N = {result['n']})")
     if policy.path.adapter:  # else the reference of the KL term is the base model
         policy.set_reference(Path("logs", cfg.name, "untrained"))
     return rows
 
 
-async def finish(policy, tasks: list, cfg: Config, job) -> None:
+async def finish(policy, cfg: Config, job) -> None:
     """Compares the adapters, and says in result.json how the run ended."""
     if cfg.eval_episodes:
-        final = await compare(policy, tasks, cfg, job)
+        seed = -2 - 2 * cfg.seed  # never used for selection
+        play = functools.partial(evaluate, policy, cfg, job, seed=seed)
+        final = {"n": cfg.eval_episodes, "steps": job.step}
+        final |= await checkpoint.compare(policy, play, job)
         best = final["best"]
         job.result(final=final, value=best.get("test_value_mean", best["value_mean"]))
     elif job.best:
@@ -719,10 +664,9 @@ def check_config(cfg: Config) -> None:
         raise UserError("--thoughts is not for --agent: the program chooses what the model reads.")
 
 
-def prepare(cfg: Config, path, job):
-    """Completes the config of a seed and opens the run directory. path: of the model. Returns the
-    tasks and why this sandbox was chosen. Raises UserError for whatever is wrong, before the model
-    loads.
+def prepare(cfg: Config, path, ranks) -> Job:
+    """Completes the config of a seed and opens the run directory. path: of the model. Raises
+    UserError for whatever is wrong, before the model loads.
     """
     tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, path.is_tiny)
     derived = {
@@ -732,10 +676,16 @@ def prepare(cfg: Config, path, job):
         "concurrency": 32 * (1 + cfg.ahead),
     }
     options.set_defaults(cfg, derived)
-    if job.ranks.rank == 0:
+    job = Job(ranks, tasks, why)
+    if ranks.rank == 0:
         digests = env.digests(tasks, cfg.episode)
-        job.run = store.begin_run(cfg, digests, path, lambda run: checkpoint.is_finished(run, cfg))
-    return tasks, why
+        job.run = store.begin_run(
+            cfg,
+            digests,
+            path,
+            lambda run: checkpoint.is_finished(run, cfg.steps, cfg.eval_episodes),
+        )
+    return job
 
 
 def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train) -> None:
@@ -744,11 +694,10 @@ def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train) -
     # The timeout covers waiting for the slowest rank; a rank that died is noticed at once.
     ranks = join(timeout=24 * 3600)
     configs = options.each_seed(cfg)
-    jobs = [Job(ranks) for _ in configs]
-    seeds = list(zip(configs, choose_models(script, configs), jobs))
-    prepared = [prepare(*seed) for seed in seeds]
+    paths = choose_models(script, configs)
+    jobs = [prepare(own, path, ranks) for own, path in zip(configs, paths)]
     policy = None  # one engine for all of them
-    for (own, path, job), (tasks, why) in zip(seeds, prepared):
+    for own, path, job in zip(configs, paths, jobs):
         run = job.run
         if ranks.first(bool(run and run.finished)):
             job.say(f"logs/{own.name} was finished before: nothing was run.")
@@ -756,12 +705,13 @@ def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train) -
             where = f"logs/{own.name} after its last whole step"
             with store.recorded_end([run] if run else [], where):
                 if run:
-                    run.result(**metrics.first_results(tasks, "training"))
-                    console.banner(own, tasks, path, why, run)
+                    run.result(**metrics.first_results(job.tasks, "training"))
+                    console.banner(own, job.tasks, path, job.sandbox, run)
                 policy = policy or load_policy(policy_class, own, path, job)
                 policy.reset(own.seed)
-                fit_micro_tokens(policy, own, job)
-                asyncio.run(train(policy, tasks, own, job))
+                own.micro_tokens = policy.fit_micro_tokens(own.micro_tokens, ranks.world)
+                job.say(f"memory   a training pass takes up to {own.micro_tokens} tokens")
+                asyncio.run(train(policy, own, job))
         if run:
             console.farewell(run)
     runs = [job.run for job in jobs if job.run]
@@ -782,12 +732,6 @@ def load_policy(policy_class, cfg: Config, path, job) -> Policy:
     if policy.adapts_attention_only:
         job.say("adapter  is on the attention layers alone: the experts are not trained")
     return policy
-
-
-def fit_micro_tokens(policy, cfg: Config, job) -> None:
-    """Completes cfg.micro_tokens, the tokens that a training pass can hold."""
-    cfg.micro_tokens = policy.fit_micro_tokens(cfg.micro_tokens, job.ranks.world)
-    job.say(f"memory   a training pass takes up to {cfg.micro_tokens} tokens")
 
 
 if __name__ == "__main__":

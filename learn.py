@@ -24,6 +24,7 @@ from flatlab import options
 from flatlab.errors import UserError
 from flatlab.numbers import standard_error
 from flatlab.runs import cli
+from flatlab.runs.store import Run
 from flatlab.task.value import value_of
 from flatlab.train import batch, checkpoint
 from flatlab.train.job import Job, in_trainer
@@ -55,15 +56,13 @@ class Config(search.Config):
 async def learn(trees: list[Tree], policy, cfg: Config) -> None:
     """Grows one tree after the other, each from the adapter that is there at the start."""
     slots = asyncio.Semaphore(cfg.workers)
-    if policy.path.adapter:  # the row's kl is against it; the loss has no KL term
-        policy.set_reference(policy.path.adapter)
     micro_tokens = policy.fit_micro_tokens()
     await policy.verify()
-    adapter = [p.detach().clone() for p in policy.parameters()]
     for t in trees:
         await search.begin(t, policy)
-        for parameter, values in zip(policy.parameters(), adapter):
-            parameter.data.copy_(values)
+        policy.reset(cfg.seed[0])
+        if policy.path.adapter:  # the row's kl is against it; the loss has no KL term
+            policy.set_reference(policy.path.adapter)
         await grow(t, slots, micro_tokens)
 
 
@@ -75,20 +74,27 @@ async def grow(t: Tree, slots: asyncio.Semaphore, micro_tokens: int) -> None:
     policy = t.policy
     optimizer = policy.make_optimizer(t.cfg.lr)
     job = Job(run=t.run)
-    rounds = await in_trainer(checkpoint.resume_rows, policy, optimizer, job)
-    if rounds:  # it may have been killed before it saved this one
-        await in_trainer(checkpoint.save_adapter, policy, job, "best")
+    await in_trainer(checkpoint.resume, policy, optimizer, job, Run.truncate_rows)
     policy.sync()
-    policy.version = rounds  # the number of updates
+    policy.version = job.step  # the number of updates
     # There is no KL term, and replies that were cut at the length limit carry no gradient.
-    cfg = grpo.Config(seed=t.seed, credit="complete", kl=0.0, episode=t.cfg.episode)
-    cfg.micro_tokens = micro_tokens
+    cfg = grpo.Config(
+        seed=t.seed,
+        credit="complete",
+        kl=0.0,
+        micro_tokens=micro_tokens,
+        episode=t.cfg.episode,
+    )
     while picked := start_round(t):
         playing = []
         async with asyncio.TaskGroup() as together:
             for nodes in picked:
                 playing.append([together.create_task(play(t, node, slots)) for node in nodes])
-        groups = [group_of(t, number, tasks) for number, tasks in enumerate(playing)]
+        groups = []  # the children of one parent each
+        for number, tasks in enumerate(playing):
+            group = batch.Group(number, t.task, [task.result() for task in tasks], [])
+            group.rewards = [value_of(improvement) for improvement in group.improvements()]
+            groups.append(group)
         row = row_of(t, sum(picked, []), groups)
         job.step = policy.version
         row |= await in_trainer(grpo.update, policy, optimizer, groups, cfg, job)
@@ -96,9 +102,9 @@ async def grow(t: Tree, slots: asyncio.Semaphore, micro_tokens: int) -> None:
         if row.get("skipped"):
             await policy.check_sync()
         row["alarms"] = alarms(row, t.run.rows())
-        await in_trainer(checkpoint.write_step, policy, optimizer, job, row)
         # The last adapter is the best one, because no evaluation compares them.
         await in_trainer(checkpoint.save_adapter, policy, job, "best")
+        await in_trainer(checkpoint.write_step, policy, optimizer, job, row)
         print(console.round_line(row), flush=True)
     await search.close(t)
 
@@ -122,13 +128,6 @@ async def play(t: Tree, node: Node, slots: asyncio.Semaphore):
     """Plays the episode of a node once a slot is free."""
     await slots.acquire()
     return await search.run_node(t, node, slots)
-
-
-def group_of(t: Tree, number: int, tasks: list[asyncio.Task]) -> batch.Group:
-    """The played children of one parent as a group of grpo.py."""
-    group = batch.Group(number, t.task, [task.result() for task in tasks], [])
-    group.rewards = [value_of(improvement) for improvement in group.improvements()]
-    return group
 
 
 # ------------------------------------------------------------------ numbers of a round

@@ -178,10 +178,9 @@ def imitate(policy, transcripts: list[dict], cfg: Config, run) -> None:
     run.result(episodes=len(episodes))
     job = Job(run=run)
     optimizer = policy.make_optimizer(cfg.lr)
-    made = checkpoint.resume_rows(policy, optimizer, job)
-    rows = run.rows()
+    rows = checkpoint.resume(policy, optimizer, job)
     for step, sequences in enumerate(batches(episodes, cfg)):
-        if step < made:
+        if step < job.step:
             continue
         start = time.perf_counter()
         loss = update(policy, optimizer, sequences, cfg)
@@ -198,20 +197,15 @@ def imitate(policy, transcripts: list[dict], cfg: Config, run) -> None:
 SCRIPT = Path(__file__).stem  # a copy of this file makes runs of its own
 
 
-def is_finished(run, cfg: Config) -> bool:
-    """Returns whether all updates are made, and the adapter saved."""
-    return run.results().get("status") == "finished" and len(run.rows()) >= cfg.updates
-
-
 def prepare(cfg: Config, path):
     """Completes the config of a seed and opens the run directory. path: of the model. Returns the
     run, the tasks and the episodes to imitate: none if the run is finished.
     """
     tasks = [load_task(name) for name in cfg.tasks.task]
-    cfg.lora_rank = lora_settings(path, cfg.lora_rank)["r"]
-    options.set_defaults(cfg, {"lr": 1e-3 if path.is_tiny else 2e-4})
+    rank = lora_settings(path, cfg.lora_rank)["r"]
+    options.set_defaults(cfg, {"lora_rank": rank, "lr": 1e-3 if path.is_tiny else 2e-4})
     digests = ["", *(task.digest() for task in tasks)]
-    run = store.begin_run(cfg, digests, path, lambda run: is_finished(run, cfg))
+    run = store.begin_run(cfg, digests, path, lambda run: checkpoint.is_finished(run, cfg.updates))
     if run.finished:
         return run, tasks, []
     transcripts = best_episodes(cfg, tasks)
@@ -228,7 +222,7 @@ def main() -> None:
     policy = None  # one engine for all seeds
     seeds = options.each_seed(cfg)
     paths = choose_models(SCRIPT, seeds)
-    prepared = [prepare(own, path) for own, path in zip(seeds, paths)]
+    prepared = list(map(prepare, seeds, paths))
     for own, path, (run, tasks, transcripts) in zip(seeds, paths, prepared):
         if run.finished:
             print(f"{run.dir} was finished before: nothing was run.")

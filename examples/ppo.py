@@ -1,4 +1,4 @@
-"""PPO for agents (arXiv 1707.06347): grpo.py's loop, copied and edited.
+"""PPO for agents (arXiv 1707.06347): grpo.py with a value head.
 
     python examples/ppo.py --task titanic
     python viz.py logs/ppo-titanic-tiny-0
@@ -8,13 +8,12 @@ advantage of a token is what was better than the estimate. What differs from grp
 1. ActorCritic is a Policy with a value head, which is trained, saved and loaded with the adapter
 2. make_batch: all episodes count, also of groups with equal rewards; advantages are per token
 3. micro_loss: the squared error of the values is a term of the loss
-4. left out: EPOCHS, ENTROPY_BONUS, --ahead, and the mask of tokens whose log-probs are not finite
 
 Everything else is imported from grpo.py, with its options. The same command again resumes a run.
 """
 
+import functools
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -25,17 +24,13 @@ sys.path.insert(0, str(ROOT))
 import grpo  # noqa: E402
 from flatlab.files import save_tensors  # noqa: E402
 from flatlab.runs import cli  # noqa: E402
-from flatlab.train import checkpoint, metrics  # noqa: E402
 from flatlab.train.batch import (  # noqa: E402
     Meter,
     column,
-    gather_groups,
     micro_batches,
-    plan_step,
     sequences_of,
+    weighted,
 )
-from flatlab.train.job import in_trainer, stop_if_interrupted  # noqa: E402
-from flatlab.view import console  # noqa: E402
 from policy import Policy  # noqa: E402
 
 VALUE_WEIGHT = 0.1  # weight of the value head's squared error in the loss
@@ -49,7 +44,6 @@ class Config(grpo.Config):
 
     advantage: Literal["gae"] = "gae"  # how much better a token was than expected
     credit: Literal["episode"] = "episode"
-    ahead: Literal[0] = 0  # this loop samples a step when the one before is learned
 
 
 def gae(reward, values):
@@ -76,6 +70,7 @@ class ActorCritic(Policy):
         import torch
 
         self.head = torch.nn.Linear(self.model.config.hidden_size, 1, device=self.device)
+        self.model.value_head = self.head  # parameters() has it, too
         self.reset(seed)
 
     def reset(self, seed: int) -> None:
@@ -83,12 +78,15 @@ class ActorCritic(Policy):
             p.data.zero_()
         super().reset(seed)
 
-    def parameters(self) -> list:
-        return [*super().parameters(), *(self.head.parameters() if self.head else ())]
-
     def values(self, hidden):
         """Estimates of the reward, (N,), after these hidden states (N, D)."""
         return self.head(hidden.float())[:, 0]
+
+    def logprobs_of(self, hidden, targets, entropy_learns: bool = False):
+        """Also keeps the estimates, of the same forward pass, for the loss."""
+        if self.head:
+            self.estimates = self.values(hidden)
+        return super().logprobs_of(hidden, targets, entropy_learns)
 
     def save(self, folder) -> None:
         super().save(folder)
@@ -115,8 +113,7 @@ def make_batch(policy, groups: list, cfg: Config, job) -> list:
 
     episodes = [(e, r) for g in groups for e, r in zip(g.played, g.rewards)]
     batch = [sequences_of(e, [r] * len(e.turns)) for e, r in episodes]
-    trained = sum(batch, [])
-    tokens, count = job.ranks.sum(sum(len(s.old) for s in trained), len(batch))
+    trained = weighted(batch, grpo.LOSSES[cfg.loss].weight, cfg, job)
     for part in micro_batches(trained, cfg.micro_tokens, policy.packs):
         with torch.no_grad():
             hidden, _ = policy.hidden_states([(s.tokens, s.mask) for s in part])
@@ -124,114 +121,37 @@ def make_batch(policy, groups: list, cfg: Config, job) -> list:
         for s in part:
             s.values = [next(found) for _ in s.old]
     for sequences, (_, reward) in zip(batch, episodes):
-        length = sum(len(s.old) for s in sequences)
         advantages = iter(gae(reward, sum((s.values for s in sequences), [])))
         for s in sequences:
-            s.weight = grpo.LOSSES[cfg.loss].weight(length, tokens, count, cfg)
             s.advantage = [next(advantages) for _ in s.old]
             s.target = [a + value for a, value in zip(s.advantage, s.values)]
-    everything = [a for s in trained for a in s.advantage]
-    total, squares = job.ranks.sum(sum(everything), sum(a * a for a in everything))
-    mean = total / max(tokens, 1)
-    deviation = max(squares / max(tokens, 1) - mean**2, 0.0) ** 0.5
+    found = [a for s in trained for a in s.advantage]
+    squares = sum(a * a for a in found)
+    count, total, squares = job.ranks.sum(len(found), sum(found), squares)
+    mean = total / max(count, 1)
+    deviation = max(squares / max(count, 1) - mean**2, 0.0) ** 0.5
     for s in trained:
         s.advantage = [(a - mean) / (deviation + 1e-8) for a in s.advantage]
     return trained
 
 
+def micro_loss(policy, part: list, cfg: Config, meter: Meter, epoch: int, kl_weight: float | None):
+    """The loss of grpo.py and the squared error of the values."""
+    loss = grpo.micro_loss(policy, part, cfg, meter, epoch, kl_weight)
+    error = (policy.estimates - column(part, "target", policy.device)) ** 2 / 2
+    value_loss = VALUE_WEIGHT * error * column(part, "weight", policy.device)
+    meter.add("mean", value_loss=error)
+    meter.add("sum", loss=value_loss)
+    return loss + value_loss.sum()
+
+
 def update(policy, optimizer, groups: list, cfg: Config, job) -> dict:
-    """One optimizer step. Returns numbers for the row; see grpo.update."""
-    import torch
-
+    """The update of grpo.py on this batch, with this loss."""
     batch = make_batch(policy, groups, cfg, job)
-    if not job.ranks.sum(len(batch))[0]:
-        return {}
-    meter = Meter()
-    for part in micro_batches(batch, cfg.micro_tokens, policy.packs):
-        micro_loss(policy, part, cfg, meter).backward()
-        stop_if_interrupted()
-    agrees = all(job.ranks.gather(meter.mean("logprob_diff") <= policy.diff_limit))
-    job.ranks.sum_gradients(policy.parameters())
-    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), grpo.MAX_GRAD_NORM).item()
-    is_sound = agrees and norm <= grpo.SKIP_GRAD_NORM  # False for NaN
-    if is_sound:
-        optimizer.step()
-    optimizer.zero_grad()
-    total, mean, largest = meter.over_ranks(job)
-    return {
-        "loss": total["loss"],
-        "value_loss": mean["value_loss"],
-        "grad_norm": norm,
-        "skipped": int(not is_sound),
-        "logprob_diff_mean": mean["logprob_diff"],
-        "logprob_diff_max": largest["logprob_diff"],
-        **{name: mean[name] for name in ("kl", "entropy", "clip_share")},
-    }
+    return grpo.optimize(policy, optimizer, batch, micro_loss, cfg, job)
 
 
-def micro_loss(policy, part: list, cfg: Config, meter: Meter):
-    """The loss of a micro-batch, a scalar with gradient; its numbers go to the meter."""
-    import torch
-
-    pairs = [(s.tokens, s.mask) for s in part]
-    with torch.no_grad():
-        base, _ = policy.logprobs(pairs, base=True)
-    hidden, tokens = policy.hidden_states(pairs)
-    logp, entropy = policy.logprobs_of(hidden, tokens)
-    old = column(part, "old", policy.device)
-    advantage = column(part, "advantage", policy.device)
-    sequence = [number for number, s in enumerate(part) for _ in s.old]
-    sequence = torch.tensor(sequence, device=policy.device)
-    loss, is_clipped = grpo.LOSSES[cfg.loss].function(logp, old, advantage, sequence, cfg)
-
-    value_loss = (policy.values(hidden) - column(part, "target", policy.device)) ** 2 / 2
-    kl = grpo.kl_to_base(logp, base)
-    loss = loss + cfg.kl * kl + VALUE_WEIGHT * value_loss
-    loss = loss * column(part, "weight", policy.device)
-    meter.add(loss=loss, value_loss=value_loss, kl=kl, entropy=entropy, clip_share=is_clipped)
-    meter.add(logprob_diff=(logp.detach() - old).abs())
-    return loss.sum()
-
-
-# ------------------------------------------------------------------------------ train
-
-
-async def train(policy, tasks: list, cfg: Config, job) -> None:
-    """All steps and evaluations, as in grpo.py."""
-    optimizer = policy.make_optimizer(cfg.lr, **grpo.ADAMW)
-    rows = await grpo.begin(policy, optimizer, tasks, cfg, job)
-    weights = [grpo.TASK_WEIGHTS.get(task.name, 1) for task in tasks]
-    while job.step < cfg.steps and not job.stopped:
-        step = job.step
-        times = [time.perf_counter()]
-
-        # sample
-        plan = plan_step(tasks, weights, cfg, step)
-        groups = await grpo.play_groups(policy, plan, cfg, job)
-        times.append(time.perf_counter())
-        played = await in_trainer(gather_groups, groups, job)
-        row = {"step": step, **metrics.step_metrics(played, tasks)}
-
-        # learn, and copy the adapter into the running engine
-        row["lr"] = grpo.learning_rate(step, cfg)
-        for setting in optimizer.param_groups:
-            setting["lr"] = row["lr"]
-        row |= await in_trainer(update, policy, optimizer, groups, cfg, job)
-        times.append(time.perf_counter())
-        policy.sync()
-        if row.get("skipped"):
-            await policy.check_sync()
-        times.append(time.perf_counter())
-
-        # judge and record
-        await grpo.judge_step(policy, tasks, cfg, job, row, rows)
-        times.append(time.perf_counter())
-        if job.run:
-            row |= metrics.timing(policy, times, played)
-            await in_trainer(checkpoint.write_step, policy, optimizer, job, row, played)
-            await in_trainer(console.step_made, job.run, rows, cfg.steps)
-    await grpo.finish(policy, tasks, cfg, job)
-
+train = functools.partial(grpo.train, update=update)
 
 if __name__ == "__main__":
     cli.one_sentence(lambda: grpo.main(Config, Path(__file__).stem, ActorCritic, train))

@@ -36,9 +36,11 @@ class UserCodeError(Exception):
 
 @contextmanager
 def user_code(name: str):
-    """Says where a function that the user may write raised an error. name: of the function."""
+    """Says where a function that the user may write raised an error. name: of the function, which
+    is yielded.
+    """
     try:
-        yield
+        yield name
     except (UserError, SandboxFault, UserCodeError):
         raise
     except Exception as error:

@@ -112,9 +112,10 @@ def check_values(config) -> None:
         low, high = config.BOUNDS.get(name, (0, 1e9))
         if value == () and defaults[name]:
             raise UserError(f"{flag} needs at least one value.")
-        if isinstance(value, tuple) and len(set(value)) < len(value):
+        numbers = value if isinstance(value, tuple) else (value,)
+        if len(set(numbers)) < len(numbers):
             raise UserError(f"{flag} has a value twice.")
-        for number in value if isinstance(value, tuple) else (value,):
+        for number in numbers:
             if isinstance(number, (int, float)) and not low <= number <= high:
                 raise UserError(f"{flag} must be from {low} to {high:.10g}, not {number}.")
 

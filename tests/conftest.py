@@ -86,19 +86,9 @@ def shared_policy(random_model):
 @pytest.fixture
 def policy(shared_policy):
     """The engine and trainer of the session, with the adapter at its initial state (B = 0)."""
-    import torch
-
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for name, p in shared_policy.model.named_parameters():
-            if "lora_A" in name:
-                torch.nn.init.kaiming_uniform_(p, a=5**0.5)
-            elif "lora_B" in name:
-                p.zero_()
     for p in shared_policy.parameters():
         p.grad = None
-    shared_policy._reference = None
-    shared_policy.sync()
+    shared_policy.reset(0)
     return shared_policy
 
 
@@ -169,8 +159,7 @@ def play(policy, tmp_path, monkeypatch):
         run.result(**metrics.first_results(list(tasks), "training"))
         run.trackers += trackers
         try:
-            job = Job(run=run)
-            asyncio.run(train(policy, list(tasks), cfg, job))
+            asyncio.run(train(policy, cfg, Job(tasks=list(tasks), run=run)))
             return run.rows()
         except ExceptionGroup as group:
             raise first_cause(group) from group

@@ -398,10 +398,14 @@ def test_micro_batches_count_a_common_prompt_once():
 
 def test_a_meter_sums_and_averages_over_micro_batches():
     meter = Meter()
-    meter.add(loss=torch.tensor([1.0, 2.0]), lag=torch.tensor([]))
-    meter.add(loss=torch.tensor([6.0]))
-    assert meter.over_ranks(Job()) == ({"loss": 9}, {"loss": 3}, {"loss": 6})
-    assert meter.mean("loss") == 3 and meter.mean("lag") == 0
+    meter.add("mean", loss_mean=torch.tensor([1.0, 2.0]), lag=torch.tensor([]))
+    meter.add("sum", loss=torch.tensor([1.0, 2.0]))
+    meter.add("max", most=torch.tensor([1.0, 2.0]))
+    other = Meter()
+    other.add("mean", loss_mean=torch.tensor([6.0]))
+    other.add("sum", loss=torch.tensor([6.0]))
+    other.add("max", most=torch.tensor([0.0]))
+    assert Meter(meter.rows + other.rows).numbers() == {"loss_mean": 3, "loss": 9, "most": 2}
 
 
 def test_expected_best_is_the_mean_over_all_draws():

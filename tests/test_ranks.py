@@ -79,11 +79,14 @@ def test_the_exchange(tmp_path):
     assert sorted(out.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
 
 
+LAUNCHED = "WORLD_SIZE=2 RANK=1 MASTER_ADDR=localhost MASTER_PORT=1"
+
+
 @pytest.mark.parametrize(
     "variables, sentence",
     [
         ("WORLD_SIZE=2", "WORLD_SIZE is 2 but LOCAL_RANK is not set: start it with torchrun, or"),
-        ("WORLD_SIZE=2 LOCAL_RANK=1", r"more processes here than there are GPUs \(1\)"),
+        (f"{LAUNCHED} LOCAL_RANK=1", r"more processes here than there are GPUs \(1\)"),
         ("WORLD_SIZE=2 LOCAL_RANK=0 RANK=1", "WORLD_SIZE is 2 but MASTER_ADDR is not set"),
         ("WORLD_SIZE=2 LOCAL_RANK=x RANK=1", "LOCAL_RANK must be a whole number from 0 .*'x'"),
         ("RANK=1", "RANK is 1 but WORLD_SIZE is not set: start it with torchrun, or unset RANK"),
@@ -375,12 +378,12 @@ def main(model: str, steps: str, scripts: str, ahead: str = "0") -> None:
         for p, start in zip(policy.parameters(), begin):
             p.data.copy_(start)
         cfg = configure(CFG, name=name, steps=int(steps), ahead=int(ahead), **common)
-        job = Job(ranks)
+        job = Job(ranks, [TASK])
         if ranks.rank == 0:
             config = {"task": ["titanic"], "steps": cfg.steps}
             job.run = open_run(f"logs/{name}", config, MADE_BY)
         job.result(**metrics.first_results([TASK], "training"))
-        asyncio.run(trains[name](policy, [TASK], cfg, job))
+        asyncio.run(trains[name](policy, cfg, job))
 
 
 if __name__ == "__main__":

@@ -450,6 +450,7 @@ def critic(policy, monkeypatch):
         torch.nn.init.zeros_(p)
     monkeypatch.setattr(policy, "__class__", ppo.ActorCritic)
     monkeypatch.setattr(policy, "head", head, raising=False)
+    monkeypatch.setattr(policy.model, "value_head", head, raising=False)
     return policy
 
 

@@ -244,10 +244,11 @@ def open_run(
     new = plain(config)
     old = read_mapping(path / "config.yaml", default=dict(new))
     before = old.pop("fingerprint", {})
-    differing = []
-    for key in sorted({*old, *new} - {"name", *may_change}):
-        if old.get(key) != new.get(key):
-            differing.append(f"{key}: {old.get(key)} there, {new.get(key)} now")
+    differing = [
+        f"{key}: {old.get(key)} there, {new.get(key)} now"
+        for key in sorted({*old, *new} - {"name", *may_change})
+        if old.get(key) != new.get(key)
+    ]
     run = Run(path, new, lock)
     run.finished = is_finished(run)
     files = [*path.glob("*.jsonl"), *path.glob("episodes/[0-9]*.jsonl")]

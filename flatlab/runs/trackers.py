@@ -90,8 +90,8 @@ def step_of(row: dict) -> int:
 
 def scalars(row: dict) -> dict[str, float]:
     """The numbers of a row that can be drawn as curves."""
-    numbers = {}
-    for key, value in row.items():
-        if key not in ("step", "order", "time") and number(value) is not None:
-            numbers[key] = value
-    return numbers
+    return {
+        key: value
+        for key, value in row.items()
+        if key not in ("step", "order", "time") and number(value) is not None
+    }

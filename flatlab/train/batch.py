@@ -3,7 +3,9 @@ formulas here.
 """
 
 import itertools
+import math
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -54,7 +56,7 @@ class Plan:
     size: int  # episodes of a group
     seed: int
     # tasks of the groups that replace groups of equal rewards
-    replacements: list[Task] = field(default_factory=list)
+    replacements: Sequence[Task] = ()
     test: bool = False  # whether to score the test part, too
     order: int = -1  # priority for sandboxes, lower runs first: evaluations, then step by step
 
@@ -112,6 +114,18 @@ def sequences_of(episode: Episode, advantages: list[float | None]) -> list[Train
     return sequences
 
 
+def weighted(batch: list[list], weight: Callable, cfg, job) -> list[TrainSequence]:
+    """The sequences of all episodes, each with the weight of its tokens in the mean. The
+    denominators are those of the whole batch, before it is split into ranks and micro-batches.
+    """
+    lengths = [sum(len(s.old) for s in sequences) for sequences in batch]
+    tokens, episodes = job.ranks.sum(sum(lengths), len(lengths))
+    for sequences, length in zip(batch, lengths):
+        for s in sequences:
+            s.weight = weight(length, tokens, episodes, cfg)
+    return sum(batch, [])
+
+
 def micro_batches(sequences: list[TrainSequence], limit: int, packed: bool = True):
     """Yields parts that cost the trainer at most `limit` tokens, see `cost`.
 
@@ -156,35 +170,42 @@ def column(part: list[TrainSequence], name: str, device):
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
+def draw_kl_weights(count: int, share: float, kl: float, seed: str) -> list[float | None]:
+    """Weight of the KL term of each micro-batch: kl * n / k for k of the n, and None for the
+    others, which need no pass of the reference. share: k / n.
+
+    If kl is 0, one has the weight 0, because the guard wants to know the KL.
+    """
+    drawn = max(1, math.ceil(share * count)) if kl else 1
+    weights = [kl * count / drawn] * drawn + [None] * (count - drawn)
+    random.Random(seed).shuffle(weights)
+    return weights
+
+
 @dataclass
 class Meter:
-    """Sums, means and maxima of columns over the micro-batches and epochs of an update, and over
-    the ranks.
-    """
+    """Sums, means and maxima of columns over the micro-batches of an update."""
 
-    # (name, sum, count, maximum) of each column of each micro-batch
+    # (name, "sum", "mean" or "max", sum or maximum, count) of each column of each micro-batch
     rows: list[tuple] = field(default_factory=list)
 
-    def add(self, **columns) -> None:
+    def add(self, reduction: str, **columns) -> None:
+        """Adds tensors; an empty one changes nothing."""
         for name, column in columns.items():
             if len(column):
                 column = column.detach().double()
-                numbers = (column.sum().item(), column.numel(), column.max().item())
-                self.rows.append((name, *numbers))
+                value = column.max() if reduction == "max" else column.sum()
+                self.rows.append((name, reduction, value.item(), len(column)))
 
-    def mean(self, name: str) -> float:
-        """Mean of what this rank added; 0 if it had nothing to add."""
-        rows = [row[1:] for row in self.rows if row[0] == name] or [(0.0, 1, 0.0)]
-        totals, counts, _ = zip(*rows)
-        return sum(totals) / sum(counts)
-
-    def over_ranks(self, job) -> tuple[dict, dict, dict]:
-        """(sums, means, maxima) of what was added so far by name, the same on every rank."""
-        sums, means, maxima = {}, {}, {}
-        rows = sum(job.ranks.gather(self.rows), [])
-        for name in {row[0] for row in rows}:
-            totals, counts, largest = zip(*(row[1:] for row in rows if row[0] == name))
-            sums[name] = sum(totals)
-            means[name] = sums[name] / sum(counts)
-            maxima[name] = max(largest)
-        return sums, means, maxima
+    def numbers(self) -> dict[str, float]:
+        """Reductions of what was added, by name."""
+        columns = {}
+        for name, reduction, *pair in self.rows:
+            columns.setdefault((name, reduction), []).append(pair)
+        numbers = {}
+        for (name, reduction), pairs in columns.items():
+            values, counts = zip(*pairs)
+            numbers[name] = max(values) if reduction == "max" else sum(values)
+            if reduction == "mean":
+                numbers[name] /= sum(counts)
+        return numbers

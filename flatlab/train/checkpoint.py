@@ -1,66 +1,51 @@
 """Checkpoints, transcripts and adapters of a training run, and resuming from them.
 
-Every rank calls these functions with its job, see job.py, but write_step, adapters_of and
+Every rank calls these functions with its job, see job.py, but write_step and
 is_finished are for rank 0: only that has a run to write. All randomness is a function of seed and
 step, so there is no generator to save.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from flatlab.errors import UserError
 from flatlab.files import content_key, read_mapping, save_tensors
+from flatlab.runs.store import Run
 from flatlab.train import metrics
 from flatlab.train.batch import Group
+from flatlab.train.job import in_trainer
 
 EVALUATION = "evaluation.json"  # beside the adapter in best/
 
 
-def resume(policy, optimizer, job) -> list[dict]:
-    """Loads the newest checkpoint, removes what was written after it, and tells the job how far the
-    run has come. Returns the rows up to it.
+def resume(policy, optimizer, job, cut: Callable = Run.truncate_after) -> list[dict]:
+    """Loads the newest checkpoint, and tells the job how far the run has come. Returns the rows up
+    to it. cut: removes what was written after it, a method of Run.
     """
+    import torch
+
     found = None
     if job.run:
         step, folder = newest(job.run)
-        job.run.truncate_after(step)
+        cut(job.run, step)
         # A run that was killed before its checkpoint may have saved a better adapter already.
         best = read_mapping(job.run.dir / "best" / EVALUATION, default={}) if folder else None
         found = step, folder, job.run.rows(), best
     step, folder, rows, job.best = job.ranks.first(found)
     job.step = step + 1
     if folder:
-        load(policy, optimizer, folder)
+        policy.load_adapter(folder)
+        saved = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
+        optimizer.load_state_dict(saved["optimizer"])
         job.say(f"resumed after step {step} from {folder}")
-        job.stopped = metrics.collapse(rows, job.best)
     job.ranks.broadcast(policy.parameters())
     return rows
-
-
-def resume_rows(policy, optimizer, job) -> int:
-    """Loads the newest checkpoint of a run without evaluations, and removes the rows after it.
-
-    Returns how many rows there are.
-    """
-    step, folder = newest(job.run)
-    job.run.truncate_rows(step)
-    if folder:
-        load(policy, optimizer, folder)
-        job.say(f"resumed after step {step} from {folder}")
-    return step + 1
 
 
 def newest(run) -> tuple[int, Path | None]:
     """Step and folder of the newest checkpoint; -1 and None if there is none."""
     return [(-1, None), *run.checkpoints()][-1]
-
-
-def load(policy, optimizer, folder: Path) -> None:
-    import torch
-
-    policy.load_adapter(folder)
-    saved = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
-    optimizer.load_state_dict(saved["optimizer"])
 
 
 def write_step(policy, optimizer, job, row: dict, groups: list[Group] = ()) -> None:
@@ -119,37 +104,56 @@ def keep_best(policy, job, result: dict) -> None:
         job.result(best=result)
 
 
+async def compare(policy, evaluate: Callable, job) -> dict:
+    """Plays the same fresh seeds with the untrained, the last and the best adapter.
+
+    evaluate(name of the file, test=whether to score the test part): plays and saves episodes, and
+    returns their groups. Adapters with equal weights are played once. The test part is read for the
+    best one alone.
+    """
+    adapters = await in_trainer(final_adapters, job)
+    steps = {"untrained": -1, "last": job.step - 1, "best": job.best["step"]}
+    played = {}  # by digest of the weights
+    for name in ("best", "untrained", "last"):
+        folder, weights = adapters[name]
+        if weights not in played:
+            policy.load_adapter(folder)
+            policy.sync()
+            policy.version = steps[name] + 1
+            file = f"final-{name}"
+            played[weights] = await evaluate(file, test=name == "best"), f"episodes/{file}.jsonl"
+    same = {name: played[weights] for name, (_, weights) in adapters.items()}
+    return metrics.comparison(same, job.tasks, steps)
+
+
 def final_adapters(job) -> dict[str, tuple[Path, str]]:
     """The folder of each adapter that is compared at the end of a run, and the digest of its
     weights, by name.
     """
-    return job.ranks.first(adapters_of(job.run) if job.run else None)
+    adapters = {}
+    if job.run:
+        untrained = job.run.dir / "untrained"
+        last = newest(job.run)[1] or untrained
+        folders = {"untrained": untrained, "last": last, "best": job.run.dir / "best"}
+        for name, folder in folders.items():
+            adapters[name] = folder, content_key(next(folder.glob("*.safetensors")))
+    return job.ranks.first(adapters)
 
 
-def adapters_of(run) -> dict[str, tuple[Path, str]]:
-    untrained = run.dir / "untrained"
-    _, last = [(-1, untrained), *run.checkpoints()][-1]
-    folders = {"untrained": untrained, "last": last, "best": run.dir / "best"}
-    return {
-        name: (folder, content_key(next(folder.glob("*.safetensors"))))
-        for name, folder in folders.items()
-    }
-
-
-def is_finished(run, cfg) -> bool:
-    """Returns whether nothing is left to do: all steps are made and the adapters compared, or
-    the guard stopped the run.
+def is_finished(run, steps: int, n: int = 0) -> bool:
+    """Returns whether nothing is left to do: all steps are made and the adapters compared on n
+    episodes each, or the guard stopped the run.
 
     Raises UserError if there are steps, but no checkpoint to go on from.
     """
     result = run.results()
     status = result.get("status", "")
-    steps = len(run.rows())
-    if steps and not run.checkpoints():
+    made = len(run.rows())
+    if made and not run.checkpoints():
         raise UserError(
             f"{run.dir} has steps but no checkpoint to continue from, and starting anew would "
             "erase them: choose another --name, or remove it."
         )
-    if cfg.eval_episodes and (result.get("final") or {}).get("steps") != steps:
+    if n and (result.get("final") or {}).get("steps") != made:
         return False
-    return status.startswith("stopped: ") or status == "finished" and steps >= cfg.steps
+    return status.startswith("stopped: ") or status == "finished" and made >= steps

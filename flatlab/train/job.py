@@ -18,9 +18,8 @@ in their next exchange, torchrun ends the job, and the same command resumes it.
 
 import asyncio
 import atexit
+import bisect
 import contextlib
-import heapq
-import itertools
 import os
 import pickle
 import threading
@@ -69,11 +68,6 @@ async def in_trainer(function, *args):
     return call.result()
 
 
-def reserve_threads(count: int) -> None:
-    """Leaves these threads to the engine, which decodes a small model on one."""
-    threads.use_all(count)
-
-
 class Slots:
     """At most `count` holders at a time. A free slot goes to the lowest order that waits, and among
     equal ones to the first.
@@ -81,14 +75,13 @@ class Slots:
 
     def __init__(self, count: int):
         self.free = count
-        self.waiting = []  # heap of (order, number, future)
-        self.numbers = itertools.count()
+        self.waiting = []  # (order, future), sorted
 
     @contextlib.asynccontextmanager
     async def slot(self, order: int):
         """Holds a slot inside of the block."""
         turn = asyncio.get_running_loop().create_future()
-        heapq.heappush(self.waiting, (order, next(self.numbers), turn))
+        bisect.insort(self.waiting, (order, turn), key=lambda pair: pair[0])
         self.assign()
         try:
             await turn
@@ -100,7 +93,7 @@ class Slots:
 
     def assign(self) -> None:
         while self.free and self.waiting:
-            turn = heapq.heappop(self.waiting)[2]
+            _, turn = self.waiting.pop(0)
             if not turn.done():  # a future that is done was cancelled
                 turn.set_result(None)
                 self.free -= 1
@@ -132,24 +125,20 @@ class Ranks:
         if self.group is None:
             return
         import torch
+        from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
         for p in parameters:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
         grads = [p.grad for p in parameters]
-        flat = torch.cat([grad.flatten() for grad in grads]).cpu()
+        flat = parameters_to_vector(grads).cpu()
         self.group.allreduce([flat]).wait()
-        for grad, total in zip(grads, flat.split([grad.numel() for grad in grads])):
-            grad.copy_(total.view_as(grad))
+        vector_to_parameters(flat.to(grads[0].device), grads)
 
     def broadcast(self, tensors) -> None:
         """Overwrites the tensors with those of rank 0."""
-        if self.group is None:
-            return
         for tensor in tensors:
-            copy = tensor.detach().cpu().clone()
-            self.group.broadcast([copy]).wait()
-            tensor.data.copy_(copy)
+            tensor.data.copy_(self.first(tensor.detach().cpu()))
 
     def gather(self, thing) -> list:
         """[rank 0's thing, rank 1's thing, ...] on every rank; anything that pickle can write."""
@@ -178,6 +167,8 @@ class Job:
     """State of a process of a training run, and how far the run has come."""
 
     ranks: Ranks = field(default_factory=Ranks)
+    tasks: list = field(default_factory=list)  # to train on
+    sandbox: str = ""  # why this kind of sandbox was chosen
     run: Run | None = None  # the open run directory; None on all ranks but rank 0
     slots: Slots | None = None  # of the sandboxes of this process
     step: int = 0  # the next one; as many steps of training are in the weights
@@ -193,11 +184,6 @@ class Job:
         """Merges the fields into result.json."""
         if self.run:
             self.run.result(**fields)
-
-    def track(self, row: dict) -> None:
-        """Hands a row that is not logged to the trackers."""
-        if self.run:
-            self.run.track(row)
 
 
 def mismatch(name: str, other: str) -> UserError:
@@ -221,8 +207,10 @@ def join(timeout: float) -> Ranks:
         raise mismatch("RANK", "WORLD_SIZE")
     if world == 1:
         return Ranks()
-    if not os.environ.get("LOCAL_RANK"):
-        raise mismatch("WORLD_SIZE", "LOCAL_RANK")
+    for name in ("LOCAL_RANK", "RANK", "MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            raise mismatch("WORLD_SIZE", name)
+    threads.whole_number("MASTER_PORT", 0)
     import torch
     from torch import distributed
 
@@ -234,10 +222,6 @@ def join(timeout: float) -> Ranks:
         if local >= count:
             raise UserError(f"torchrun starts more processes here than there are GPUs ({count}).")
         os.environ["CUDA_VISIBLE_DEVICES"] = str(visible[local])
-    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
-        if not os.environ.get(name):
-            raise mismatch("WORLD_SIZE", name)
-    threads.whole_number("MASTER_PORT", 0)
     meeting = distributed.rendezvous("env://", timeout=timedelta(seconds=120))
     store, rank, world = next(meeting)
     store = distributed.PrefixStore("flatlab", store)

@@ -15,7 +15,7 @@ from flatlab.errors import UserError
 from flatlab.numbers import number, standard_error
 from flatlab.task.definition import Task
 from flatlab.task.sanity import degenerate
-from flatlab.task.value import summary, summary_text, value_of
+from flatlab.task.value import summary, value_of
 from flatlab.train.batch import Group
 
 PHASES = ("seconds_sample", "seconds_train", "seconds_sync", "seconds_judge")
@@ -140,30 +140,23 @@ def split_of(tasks: list[Task]) -> str:
     return " and ".join(dict.fromkeys(task.splits[0] for task in tasks))
 
 
-def evaluation_line(when: str, result: dict, tasks: list[Task]) -> str:
-    return f"{when}: {summary_text(result)} ({split_of(tasks)}, N = {result['n']})"
-
-
 # ------------------------------------------------------------------------------ the end of a run
 
 
-def comparison(adapters: dict, played: dict, tasks: list[Task], steps: dict) -> dict:
-    """The comparison of adapters on the same fresh seeds, as in result.json.
+def comparison(played: dict, tasks: list[Task], steps: dict) -> dict:
+    """Evaluations of adapters on the same fresh seeds, as in result.json.
 
-    adapters: name -> digest of the weights. played: digest -> (groups, name of the file with their
-    episodes). steps: name -> step of the adapter.
+    played: name -> (groups, name of the file with their episodes), the same for adapters with equal
+    weights. steps: name -> step of the adapter.
     """
-    untrained = adapters["untrained"]
-    final = {"split": split_of(tasks), "best_is_untrained": adapters["best"] == untrained}
-    for name, weights in adapters.items():
-        groups, file = played[weights]
+    untrained = played["untrained"]
+    final = {"split": split_of(tasks), "best_is_untrained": played["best"] is untrained}
+    for name, (groups, file) in played.items():
         result = evaluation(groups, tasks) | {"file": file}
         if name != "untrained":
-            result |= paired_difference(groups, played[untrained][0])
+            result |= paired_difference(groups, untrained[0]) | {"step": steps[name]}
         if name != "best":  # others with equal weights have read the test part, too
             result = {key: result[key] for key in result if "test_" not in key}
-        if name in steps:
-            result["step"] = steps[name]
         final[name] = result
     return final
 
@@ -272,14 +265,15 @@ KL_LIMIT = 1.0  # nats per token; three steps above it are a collapse
 STUCK = 5  # steps in a row without anything to learn, or with almost nothing valid
 
 
-def collapse(rows: list[dict], best: dict | None = None) -> str:
+def collapse(rows: list[dict], best: dict | None) -> str:
     """Why the policy counts as collapsed after the last row, or "".
 
     best: the evaluation of the adapter in best/.
     """
-    if len(rows) >= 3 and all(row.get("skipped") for row in rows[-3:]):
+    latest = rows[-3:]
+    if len(latest) == 3 and all(row.get("skipped") for row in latest):
         return "three updates in a row were skipped"
-    if len(rows) >= 3 and all((row.get("kl") or 0) > KL_LIMIT for row in rows[-3:]):
+    if len(latest) == 3 and all((row.get("kl") or 0) > KL_LIMIT for row in latest):
         return f"KL to the reference was above {KL_LIMIT:g} nats per token for three steps"
     return is_stuck(rows) or evaluation_fell(rows[-1], best)
 
@@ -308,8 +302,8 @@ def evaluation_fell(row: dict, best: dict | None) -> str:
         return ""  # a killed run may have saved a better adapter after this row
     last = row["eval_value_mean"]
     fall = best["value_mean"] - last
-    errors = [best["value_stderr"] or 0.0, row["eval_value_stderr"] or 0.0]
-    error = max(0.02, hypot(*errors))  # equal values have no error of their own
+    error = hypot(best["value_stderr"] or 0.0, row["eval_value_stderr"] or 0.0)
+    error = max(0.02, error)  # equal values have no error of their own
     if fall <= 3 * error:
         return ""
     text = (

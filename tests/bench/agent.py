@@ -233,9 +233,10 @@ def run_ours(model, rounds, turns, tokens, variant):
     import grpo
     from bench.models import make_endless
     from env import Step
+    from flatlab import threads
     from flatlab.options import ModelOptions
     from flatlab.task.grading import Score
-    from flatlab.train.job import Job, in_trainer, reserve_threads
+    from flatlab.train.job import Job, in_trainer
     from flatlab.world import texts
     from policy import ModelPath, Policy
     from tasks import load_task
@@ -335,7 +336,7 @@ def run_ours(model, rounds, turns, tokens, variant):
 
     async def rows_of_steps():
         if ahead:  # as in grpo.begin
-            await in_trainer(reserve_threads, policy.decode_threads)
+            await in_trainer(threads.use_all, policy.decode_threads)
         for number in range(rounds):
             work.begin(BLOCK + ahead)
             playing, ends, lags, waits = [], [], [], []
