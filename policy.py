@@ -23,6 +23,7 @@ All knowledge of vLLM's layers and model classes is in flatlab/model/lora_sync.p
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 import re
 import sys
@@ -150,6 +151,8 @@ def resolve_model(name: str) -> ModelPath:
         adapter = str(folder)
         with loading("peft", name):
             base, lora = adapter_settings(folder / "adapter_config.json")
+    if (folder / "best" / "adapter_config.json").is_file():
+        raise UserError(f"{name} is a run: its adapter is {folder / 'best'}.")
     if FOLDER.match(base) and not Path(base).is_dir():
         raise UserError(f"There is no folder {base}.")
     config = check_model(base)
@@ -209,6 +212,7 @@ class Engine(ChatTokens):
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+        logging.getLogger("vllm").addHandler(logging.NullHandler())  # until it reads that level
         import torch
         from transformers import AutoConfig
 

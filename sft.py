@@ -21,6 +21,7 @@ from flatlab import options
 from flatlab.errors import UserError
 from flatlab.files import content_key, read_rows
 from flatlab.model.chat import Sample
+from flatlab.numbers import count
 from flatlab.runs import cli, store
 from flatlab.task.value import improvement
 from flatlab.train import checkpoint, metrics
@@ -174,7 +175,7 @@ def imitate(policy, transcripts: list[dict], cfg: Config, run) -> None:
     episodes = list(filter(None, made_of))
     if not episodes:
         raise UserError(f"--runs: no episode fits into --context {policy.context}.")
-    print(f"imitate  {len(episodes)} episodes, {cfg.updates} updates", flush=True)
+    print(f"imitate  {count(len(episodes), 'episode')}, {cfg.updates} updates", flush=True)
     run.result(episodes=len(episodes))
     job = Job(run=run)
     optimizer = policy.make_optimizer(cfg.lr)

@@ -555,6 +555,9 @@ def test_a_model_that_cannot_be_used_is_one_sentence(random_model, tmp_path):
     )
     for name in ("logs/no", "logs/no/best", "./no", "../no", "~no/m", "no/such/model", "/no"):
         assert refused(name) == f"There is no folder {name}."
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best/adapter_config.json").touch()
+    assert refused(str(tmp_path)) == f"{tmp_path} is a run: its adapter is {tmp_path}/best."
     folder = tmp_path / "model"
     shutil.copytree(random_model, folder)
     assert resolve_model(str(folder)).positions == 4096

@@ -69,6 +69,12 @@ def test_other_config_is_refused_with_the_difference(begun):
     assert files.read_mapping(begun / "config.yaml")["lr"] == 1e-5
 
 
+def test_run_of_another_script_is_refused_without_reading_its_results(begun):
+    own = dict.fromkeys("abcdefg", 1)
+    with user_error("a: None there, 1 now; .* and 7 more.: choose another --name"):
+        store.open_run(begun, own, MADE_BY, is_finished=lambda run: run.results()["nodes"])
+
+
 def test_other_config_may_take_a_directory_without_a_step(tmp_path):
     run = opened(tmp_path, model="typo")
     run.result(before={"mean": 0.5})

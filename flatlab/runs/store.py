@@ -250,12 +250,14 @@ def open_run(
         if old.get(key) != new.get(key)
     ]
     run = Run(path, new, lock)
-    run.finished = is_finished(run)
+    run.finished = not differing and is_finished(run)  # which knows runs of its own script alone
     files = [*path.glob("*.jsonl"), *path.glob("episodes/[0-9]*.jsonl")]
     has_rows = any(b"\n" in file.read_bytes() for file in files)
     codes = [made_by["code"]]
     if run.finished or has_rows or run.checkpoints():
         if differing:
+            if len(differing) > 5:  # another script made it
+                differing[5:] = [f"and {len(differing) - 5} more"]
             raise UserError(
                 f"{path} was made with another config ({'; '.join(differing)}): "
                 "choose another --name."
