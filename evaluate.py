@@ -69,6 +69,7 @@ async def evaluate(policy, tasks: list, numbers: list[int], cfg: Config, run) ->
     played = stored_episodes(run, tasks)
     start = time.monotonic()
     before = len(played)
+    earlier = run.results().get("seconds", 0)
 
     async def one(number: int) -> None:
         task = tasks[number % len(tasks)]
@@ -84,9 +85,9 @@ async def evaluate(policy, tasks: list, numbers: list[int], cfg: Config, run) ->
         group = Group(number, task, [episode], [])
         played[number] = group
         checkpoint.save_groups(Job(run=run), number, [group])
-        if any(group.played for group in played.values()):
-            run.result(**results(played, tasks))
         spent = time.monotonic() - start
+        if any(group.played for group in played.values()):
+            run.result(**results(played, tasks), seconds=earlier + spent)
         left = spent / (len(played) - before) * (len(numbers) - len(played))
         console.episode_made(group, len(played), len(numbers), left)
         latest = [*played.values()][-3:]

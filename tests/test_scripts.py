@@ -265,6 +265,7 @@ def test_an_interrupted_evaluation_goes_on_and_a_longer_one_too(here, played):
         played.interrupted = None
         assert here(f"{flags} {episodes}")[0] == 0
         assert [seed - evaluate.FIRST_SEED for seed in played.seeds] == more
+        assert 0 < result_of()["seconds"] < 60  # of the evaluation: its episodes overlap
     Path("logs/a/result.json").unlink()  # killed before it was written
     assert here(f"{flags} 7")[0] == 0
     result = result_of()
