@@ -278,7 +278,8 @@ class Config:
     # run directory logs/<name>, with several seeds logs/<name>-<seed>; default:
     # <script>-<task>-<model>-<seed>
     name: str | None = None
-    # seeds of sampling, initial adapter and choice of tasks: a run each, one after the other
+    # seeds of sampling, initial adapter and choice of tasks: a run each, one after the other; in
+    # the config of a run it is one number
     seed: tuple[int, ...] = (0,)
     # training steps; a larger number continues a finished run
     steps: int = 30
@@ -368,7 +369,7 @@ async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
     A group of equal rewards is followed by the next replacement. Up to cfg.concurrency episodes are
     in flight at once, those of other plans included. Every rank plays its part of both lists.
     """
-    job.slots = slots = job.slots or Slots(cfg.concurrency)
+    job.slots = slots = job.slots or Slots(cfg.concurrency)  # for all plans of the run
     planned = [*plan.tasks, *plan.replacements]
     mine = slice(job.ranks.rank, None, job.ranks.world)
     spare = iter(range(len(plan.tasks), len(planned))[mine])
@@ -471,12 +472,14 @@ def optimize(policy, optimizer, batch: list, micro_loss: Callable, cfg: Config, 
     if not job.ranks.sum(len(batch))[0]:
         return {}
     parts = list(micro_batches(batch, cfg.micro_tokens, policy.packs))
+    # In expectation the KL of every token has the weight cfg.kl.
     kl_weights = draw_kl_weights(len(parts), KL_SHARE, cfg.kl, f"{cfg.seed} {job.step} kl")
     meter, skipped, grad_norms = Meter(), 0, []
     for epoch in range(EPOCHS):
         for part, kl_weight in zip(parts, kl_weights):
             micro_loss(policy, part, cfg, meter, epoch, kl_weight).backward()
             stop_if_interrupted()
+        # That of the first pass, before the first update: later the two differ by design.
         difference = meter.numbers().get("logprob_diff_mean", 0.0)
         agrees = all(job.ranks.gather(difference <= policy.diff_limit))
         job.ranks.sum_gradients(policy.parameters())

@@ -219,7 +219,7 @@ async def propose(t: Tree, node: Node) -> None:
         return
     if t.rule.shared_request:
         node.ideas = await shared_ideas(t, node)
-        own = node.ideas[node.place :]
+        own = node.ideas[node.place :]  # earlier ones are those of its elder siblings
     else:
         node.ideas = own = await list_ideas(t, node, node.id)
     if own:
@@ -253,7 +253,7 @@ async def list_ideas(t: Tree, node: Node, seed: str) -> list:
     left = cfg.nodes - t.executed()
     if t.rule.shared_request:
         k = max(k, t.constants.get("branching", 0))
-        left = None  # or the strategies would depend on how many workers there are
+        left = None  # not told, or the strategies would depend on how many workers there are
     about = prompts.about(t.texts, t.task, t.machine, left, cfg.nodes)
     parent = t.nearest_kept(node.parent)
     shown = None if parent is t.root else parent
