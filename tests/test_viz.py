@@ -509,6 +509,14 @@ def test_each_picture_has_one_size_for_a_paper_and_no_empty_cell(tmp_path):
     assert len({line.get_marker() for line in lines}) == 2
 
 
+def test_a_single_step_is_a_mark(tmp_path):
+    from matplotlib.image import imread
+
+    [path] = page.draw([stored(tmp_path, rows=ROWS[:1])], tmp_path, keys=["reward_mean"])
+    red, _, blue, _ = imread(path).transpose(2, 0, 1)
+    assert ((red < 0.1) & (blue > 0.6)).any()
+
+
 def test_a_long_legend_leaves_the_panels_their_height(tmp_path):
     """Also if no node has failed, so that there is no cross."""
     names = ["a", *(letter * 90 for letter in "bcd")]

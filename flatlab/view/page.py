@@ -109,7 +109,7 @@ def sample(run: RunData) -> list[dict]:
     evaluations; more steps are listed.
     """
     files = transcript_files(run)
-    names = [*files][::-1]
+    names = list(reversed(files))
     whole = names[:MOST_NODES]
     if run.kind == "training":
         steps = [name for name in names if name.isdigit()]

@@ -156,11 +156,12 @@ def draw_mean(axis, frame, **look):
     frame: a DataFrame with a column for each run.
     """
     middle = frame.mean(axis=1)
-    axis.plot(middle, markevery=0.2, **look)
+    axis.plot(middle, markevery=len(frame) // 5 or 1, **look)
     if len(frame.columns) >= FEW_SEEDS:
         error = frame.sem(axis=1)
-        band = middle - error, middle + error
-        axis.fill_between(frame.index, *band, color=look["color"], alpha=0.15)
+        axis.fill_between(
+            frame.index, middle - error, middle + error, color=look["color"], alpha=0.15
+        )
 
 
 # ------------------------------------------------------------------ nodes and episodes
@@ -263,7 +264,8 @@ def draw_tree(run: RunData, link: str = "#"):
             start = (x - 0.7, y)
         colour, thickness = ("black", 2) if id in path else (GREY, 0.7)
         axis.plot(*zip(start, (x, y)), color=colour, linewidth=thickness)
-        axis.text(x, y, f"   {'…' * (len(id) > 12)}{id[-12:]}  {score_text(row)}", va="center")
+        # an SVG drops spaces at the start of a text, but not \xa0
+        axis.text(x, y, f"\xa0  {'…' * (len(id) > 12)}{id[-12:]}  {score_text(row)}", va="center")
         kind, look["marker"] = row["outcome"], "X"
         if kind == "valid":
             kind, look["marker"] = row["op"], row["mark"]
