@@ -178,10 +178,12 @@ def main(options: Options):
         raise UserError("\n".join(errors))
     for sentence in errors:
         print(sentence, file=sys.stderr)
+    if options.suite:
+        parts.append(suite.report(suite.read_suite(options.suite), runs))
+    if parts and (options.plot or options.format == "pdf"):
+        raise UserError("--plot and --format draw pictures: give them without --list and the like.")
     if parts:
         return say("\n\n".join(parts))
-    if options.suite:
-        return say(suite.report(suite.read_suite(options.suite), runs))
     if options.plot:
         paths = page.draw(runs, folder_of(runs), options.format, options.plot)
     else:

@@ -57,5 +57,7 @@ def count(number: float, noun: str) -> str:
 
 
 def value_text(value) -> str:
-    """A setting as part of a name: the last part of a path."""
+    """A setting as part of a name: the last part of a path; of several with + between."""
+    if isinstance(value, list):
+        return "+".join(map(value_text, value))
     return str(value).rstrip("/").removesuffix("/best").split("/")[-1]

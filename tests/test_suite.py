@@ -17,6 +17,7 @@ import viz
 from flatlab.view import suite
 from helpers import run_here
 from test_task import write
+from test_viz import evaluated
 
 MLGYM = os.environ.get("MLGYM_ROOT")  # before conftest.py hides it
 
@@ -74,6 +75,15 @@ def test_the_area_by_hand(tmp_path, monkeypatch):
     for name, areas in expected.items():
         assert found[name] == tuple(np.round(areas, 3))
     assert (tmp_path / "logs/profile.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_the_largest_area_is_first_also_beside_our_value(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLGYM_ROOT", str(make_root(tmp_path)))
+    run = evaluated(tmp_path / "ours", (0.1,), larger_is_better={"titanic": True}, left_out={})
+    run.config.update(suite="suite.yaml", max_turns=2, temperature=1.0)
+    text = suite.report(suite.read_suite(f"{tmp_path}/suite.yaml"), [run])
+    names = [line.split()[0] for line in text.split("\n\n")[1].splitlines()[2:]]
+    assert names == ["y", "x", "baseline", str(run.dir)]
 
 
 @pytest.mark.skipif(not MLGYM, reason="set MLGYM_ROOT to a checkout of MLGym")

@@ -203,7 +203,8 @@ def test_transcripts_of_training_in_the_terminal(tmp_path, capsys):
 
 def test_nodes_of_a_search_in_the_terminal(tmp_path, capsys):
     directory = searched(tmp_path / "run").dir
-    _, _, _, _, *tree = printed(capsys, directory, list=True).splitlines()
+    heading, _, _, _, *tree = printed(capsys, directory, list=True).splitlines()
+    assert heading.startswith("run: titanic, tail, tiny, seed 1, 4 nodes in ")
     rows = ("* 0.0 0 0.4", "* 0.0.0 0 0.3", "0.0.1 0 0.45", "0.1 0 failed")
     for line, row in zip(tree, rows, strict=True):
         assert " ".join(line.split()).startswith(row)
@@ -359,7 +360,7 @@ def test_runs_that_differ_by_their_seed_are_one_row_whose_error_is_over_the_runs
 def test_one_table_for_a_task_whatever_differs(tmp_path):
     """An ablation of the prompts is a row like any other, also if the file has kept its name."""
     runs = [trained(tmp_path / "base-0"), trained(tmp_path / "base-1", seed=1)]
-    runs.append(trained(tmp_path / "more", steps=6, reward="tiered"))
+    runs.append(trained(tmp_path / "more", steps=6, runs=["logs/a", "logs/b/"]))
     for name, prompts in (("other", "p/my.yaml"), ("edited", "agent.yaml")):
         one = trained(tmp_path / name, result={"baseline": 0.5}, prompts=prompts)
         one.fingerprint["prompts"] = name
@@ -369,7 +370,7 @@ def test_one_table_for_a_task_whatever_differs(tmp_path):
     shown = {row["run"]: row["differs in"] for row in rows(*runs)}
     assert shown == {
         "base (seeds 0, 1)": "prompts=agent.yaml@d",
-        "more": "steps=6, reward=tiered, prompts=agent.yaml@d",
+        "more": "steps=6, runs=a+b, prompts=agent.yaml@d",
         "other": "prompts=my.yaml@other",
         "edited": "prompts=agent.yaml@edited",
     }
@@ -409,6 +410,8 @@ def test_several_tasks_have_a_common_value_and_no_score(tmp_path):
     [row] = rows(run)
     assert (row["value"], row["score"]) == ("+2.0000 ± 3.0000", "-")
     assert tables.table([run]).startswith("titanic digits, training\n")
+    [path] = page.draw([run, run], tmp_path)
+    assert path.name == "compare-training-titanic+digits.png"
 
 
 def evaluated(folder, values, tests=None, **result):
@@ -475,8 +478,21 @@ def test_a_key_of_the_rows_is_one_picture(tmp_path, capsys):
     assert "0: baseline" in axis.get_ylabel()
     assert "± standard error" in legend.get_title().get_text()
     assert [text.get_text() for text in legend.get_texts()] == ["x (seeds 0, 1, 2)"]
-    with user_error("has no numbers 'x'; it has .*value_mean"):
+    with user_error("No run has numbers 'x'; the last one has .*value_mean"):
         printed(capsys, *folders, plot=("x",))
+    with user_error("--plot and --format draw pictures"):
+        printed(capsys, *folders, plot=keys, list=True)
+
+
+def test_runs_without_a_key_are_named_and_the_others_drawn(tmp_path, capsys):
+    """One lacks it among trainings, the other is an evaluation, whose rows hold text."""
+    folders = [stored(tmp_path / "old", lr=2.0).dir, trained(tmp_path / "new").dir]
+    folders += [evaluated(tmp_path / "played", (0.8,)).dir]
+    text = printed(capsys, *folders, plot=("eval_value_mean",))
+    assert "lack the key: old (eval_value_mean), played (eval_value_mean)\n" in text
+    assert [path.name for path in tmp_path.glob("*.png")] == [
+        "plot-eval_value_mean-training-titanic.png"
+    ]
 
 
 def test_each_picture_has_one_size_for_a_paper_and_no_empty_cell(tmp_path):
@@ -491,6 +507,28 @@ def test_each_picture_has_one_size_for_a_paper_and_no_empty_cell(tmp_path):
         assert right[-1] == pytest.approx(max(right), abs=0.01)
     lines = figure.legends[0].get_lines()
     assert len({line.get_marker() for line in lines}) == 2
+
+
+def test_a_single_step_is_a_mark(tmp_path):
+    from matplotlib.image import imread
+
+    [path] = page.draw([stored(tmp_path, rows=ROWS[:1])], tmp_path, keys=["reward_mean"])
+    red, _, blue, _ = imread(path).transpose(2, 0, 1)
+    assert ((red < 0.1) & (blue > 0.6)).any()
+
+
+def test_a_long_legend_leaves_the_panels_their_height(tmp_path):
+    """Also if no node has failed, so that there is no cross."""
+    names = ["a", *(letter * 90 for letter in "bcd")]
+    runs = [search_run(tmp_path / name, [node("0.0", 0.7)]) for name in names]
+    heights = []
+    for shown in (runs[:1], runs):
+        [groups] = tables.groups_of(shown).values()
+        figure = plots.draw_panels(groups)
+        figure.draw_without_rendering()
+        heights.append(figure.axes[0].get_window_extent().height / figure.dpi)
+    assert heights[0] > 1.2
+    assert heights[1] == pytest.approx(heights[0], rel=0.1)
 
 
 def group_of(*runs):
@@ -530,6 +568,10 @@ def test_a_tree_names_its_nodes(tmp_path):
     assert names == ["0.0  0.4", "0.0.0  0.3", "0.0.1  0.45", "0.1  failed"]
     bold = [line.get_xydata().tolist() for line in tree.lines if line.get_linewidth() > 1]
     assert bold == [[[0, 1], [1, 0]], [[1, 0], [2, -1]]]
+    for id, name in (("0.1.2.3.4.5", "0.1.2.3.4.5"), ("0.1.2.3.4.567", "….1.2.3.4.567")):
+        run = search_run(tmp_path / id, [node(id, 0.5)])
+        tree, _ = plots.draw_tree(run).axes
+        assert tree.texts[0].get_text().split()[0] == name
 
 
 def test_a_large_tree_fits_a_page_with_the_path_to_the_best(tmp_path):
@@ -615,7 +657,7 @@ def test_the_page_of_a_long_training_shows_a_sample_and_says_so(tmp_path):
     """The last steps and the evaluations are always there; earlier steps are listed."""
     files = dict.fromkeys([*range(40), "eval-000009"], [episode(0.7)])
     html = written(tmp_path, stored(tmp_path / "run", episodes=files)).read_text()
-    assert "transcripts of 4 of 41 files of episodes\nand lists 31" in html
+    assert "31 episodes are listed here, from 31 of 41 files, 4 of them with" in html
     listed = re.findall('" id="([^"]+)"', html)
     assert listed == [*(str(step) for step in range(39, 9, -1)), "eval-9"]
     assert html.count("transcript is not on the page") == 27
@@ -628,10 +670,10 @@ def test_the_page_of_a_large_search_lists_all_nodes_and_has_the_best_transcripts
     scores = {"0.0": 0.6, "0.1": 0.7, "0.2": None, "0.3": 0.65, "0.0.4": 0.9}
     nodes = [node(id, score) for id, score in scores.items()]
     html = written(tmp_path, search_run(tmp_path / "run", nodes)).read_text()
-    assert "transcripts of 3 of 5 nodes" in html
+    assert "5 nodes are listed here, 3 of them with their transcripts" in html
     listed = html.split('<details class="episode')[1:]
     missing = ["is not on the page" in text for text in listed]
-    assert missing == [False, False, True, True, False]  # 0.0 is on the path to the best
+    assert missing == [False, True, True, False, False]  # 0.0 is on the path to the best
 
 
 WAIT = "await new Promise(done => setTimeout(done, 100));"

@@ -143,7 +143,7 @@ def search_banner(cfg, trees: list, where: Path, path, why: str) -> None:
     print(ROW.format(*TITLES), flush=True)
 
 
-ROW = "{:<14} {:<8} {:>4} {:>7} {:<10} {:<9} {:>9} {:>9} {:>6}  {}"
+ROW = "{:<14} {:<8} {:>4} {:>7} {:<12} {:<9} {:>9} {:>9} {:>6}  {}"
 TITLES = "task mode seed nodes node op score best sec strategy".split()
 
 
@@ -162,7 +162,7 @@ def node_line(t, node) -> str:
         node.sampling_mode,
         t.seed,
         f"{len(t.finished)}/{t.cfg.nodes}",
-        node.id[-10:],
+        node.id,
         node.op,
         score,
         best,

@@ -10,6 +10,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+from flatlab.errors import UserError
 from flatlab.files import write_whole
 from flatlab.view import plots, reader, tables
 from flatlab.view.reader import RunData, folder_of, read_run, transcript_files
@@ -24,23 +25,31 @@ LISTED_STEPS = 30  # steps whose groups are on the page
 
 def draw(runs: list[RunData], folder: Path, format="png", keys=()) -> list[Path]:
     """Writes the picture of one run and its tree, or a picture for each table of several; with keys
-    plot-KEY for each. Raises UserError if the rows have no such key.
+    plot-KEY for each, and prints the runs that lack it. Raises UserError if all do.
     """
     compared = tables.groups_of(runs)
-    figures = {}
+    figures, missing = {}, []
     for (kind, task), groups in compared.items():
-        ending = f"-{kind}-{task}"[:150]
+        ending = f"-{kind}-{task}"[:150].replace(" ", "+")
         for key in keys:
-            name = f"plot-{key}" + ending * (len(compared) > 1)
-            figures[name] = plots.draw_panels(groups, [key])
+            own = [group for group in groups if key in plots.numbers_of(group)]
+            missing += [f"{group.label} ({key})" for group in groups if group not in own]
+            if own:
+                name = f"plot-{key}" + ending * (len(compared) > 1)
+                figures[name] = plots.draw_panels(own, [key])
         if not keys:
             name = "curves" if len(runs) == 1 else "compare" + ending
             figures[name] = plots.draw_panels(groups)
-        if name == "curves" and kind == "search":
-            figures["tree"] = plots.draw_tree(*runs)
+            if name == "curves" and kind == "search":
+                figures["tree"] = plots.draw_tree(*runs)
+    if not figures:
+        known = sorted(plots.numbers_of(groups[0]))
+        raise UserError(f"No run has numbers '{keys[0]}'; the last one has {', '.join(known)}.")
+    if missing:
+        print(f"not drawn, because the rows lack the key: {', '.join(missing)}")
     paths = []
     for name, figure in figures.items():
-        for kind in dict.fromkeys(("png", format)):
+        for kind in sorted({"png", format}):
             paths.append(folder / f"{name}.{kind}")
             write_whole(paths[-1], plots.encoded(figure, kind))
     return paths
@@ -68,17 +77,16 @@ def write(runs: list[RunData], format="png") -> list[Path]:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined)
-    views = {"reader": reader, "tables": tables, "sample": sample, "tree": tree}
+    views = {"base64": base64, "reader": reader, "tables": tables, "sample": sample, "tree": tree}
     template = environment.from_string(TEMPLATE.read_text(), views)
     folder = folder_of(runs)
     paths = draw(runs, folder, format)
-    shown = [path for path in paths if path.suffix == ".png" and path.stem != "tree"]
     html = template.render(
         runs=runs,
         title=folder.resolve().name,
         made=time.strftime("%Y-%m-%d %H:%M"),
         nonce=secrets.token_hex(),
-        pictures=[base64.b64encode(path.read_bytes()).decode() for path in shown],
+        paths=paths,
     )
     paths.append(folder / "report.html")
     # a reply may hold lone surrogates
@@ -88,37 +96,28 @@ def write(runs: list[RunData], format="png") -> list[Path]:
 
 def tree(run: RunData, prefix: str):
     """The tree as SVG. prefix: of the ids of its nodes on the page."""
-    from markupsafe import Markup
-
     svg = plots.encoded(plots.draw_tree(run, f"#{prefix}"), "svg").decode()
     # matplotlib's links would open another tab
-    return Markup(svg[svg.index("<svg") :].replace(' target="_blank"', ""))
+    return svg[svg.index("<svg") :].replace(' target="_blank"', "")
 
 
-def sample(run: RunData) -> dict:
-    """The groups of transcripts on the page, newest first, and how many files or nodes have theirs
-    on it, how many are listed, and how many there are.
+def sample(run: RunData) -> list[dict]:
+    """The episodes or nodes listed on the page, newest first; is_whole: with their transcripts.
 
     Search: the path to the best node and the best nodes have transcripts; all are listed, because
-    the tree leads to them. Evaluation: the first episodes. Training: the last steps and
+    the tree leads to them. Evaluation: the last episodes. Training: the last steps and
     evaluations; more steps are listed.
     """
     files = transcript_files(run)
-    names = [*files]
+    names = list(reversed(files))
     whole = names[:MOST_NODES]
     if run.kind == "training":
-        steps = [name for name in names if name.isdigit()][::-1]
-        evaluations = [name for name in names if name not in steps][-LAST_EVALUATIONS:]
+        steps = [name for name in names if name.isdigit()]
+        evaluations = [name for name in names if name not in steps][:LAST_EVALUATIONS]
         whole = steps[:LAST_STEPS] + evaluations
         names = steps[:LISTED_STEPS] + evaluations
     if run.kind == "search":
         whole = plots.best_nodes(run, MOST_NODES)
         others = [row for row in run.rows if row["id"] not in whole]
         files |= {row["id"]: partial(list, [row]) for row in others}  # reading them takes long
-    items = [item | {"is_whole": name in whole} for name in names for item in files[name]()]
-    return {
-        "groups": tables.sections(run, items),
-        "whole": whole,
-        "names": names,
-        "files": files,
-    }
+    return [item | {"is_whole": name in whole} for name in names for item in files[name]()]

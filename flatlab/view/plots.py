@@ -13,7 +13,6 @@ from itertools import accumulate
 
 import numpy as np
 
-from flatlab.errors import UserError
 from flatlab.task.value import WORST, improvement, score_at
 from flatlab.train.metrics import evaluation_columns
 from flatlab.view.reader import NOUNS, RunData, score_text
@@ -34,7 +33,7 @@ STYLE = {
 }
 PAGE, COLUMN = 7.0, 3.4  # inches
 FEW_SEEDS = 3  # a mean over fewer runs has no interval
-PANELS = {  # kind of run -> keys of each panel; "*nodes": see draw_nodes; rounds: of learn.py
+PANELS = {  # kind of run -> keys of each panel; "*nodes": see draw_nodes; gain_mean: of learn.py
     "training": (
         "value_mean eval_value_mean",
         "reward_mean",
@@ -47,8 +46,7 @@ PANELS = {  # kind of run -> keys of each panel; "*nodes": see draw_nodes; round
         "logprob_diff_max logprob_diff_mean",
     ),
     "imitation": ("loss",),
-    "search": ("*nodes",),
-    "rounds": ("*nodes", "valid_share", "gain_mean", "kl", "entropy", "live_lineages"),
+    "search": ("*nodes", "valid_share", "gain_mean", "kl", "entropy", "live_lineages"),
     "evaluation": ("*nodes",),
 }
 UNITS = {  # the first part that a key contains counts
@@ -158,11 +156,12 @@ def draw_mean(axis, frame, **look):
     frame: a DataFrame with a column for each run.
     """
     middle = frame.mean(axis=1)
-    axis.plot(middle, markevery=0.2, **look)
+    axis.plot(middle, markevery=len(frame) // 5 or 1, **look)
     if len(frame.columns) >= FEW_SEEDS:
         error = frame.sem(axis=1)
-        band = middle - error, middle + error
-        axis.fill_between(frame.index, *band, color=look["color"], alpha=0.15)
+        axis.fill_between(
+            frame.index, middle - error, middle + error, color=look["color"], alpha=0.15
+        )
 
 
 # ------------------------------------------------------------------ nodes and episodes
@@ -195,7 +194,8 @@ def draw_nodes(axis, groups: list[RunGroup]) -> None:
             axis.plot(numbers, values, markersize=2, **look)
             failed = numbers[[row["outcome"] == "failed" for row in one.rows]]
             look |= {"marker": "x", "transform": axis.get_xaxis_transform()}
-            axis.plot(failed, 0 * failed, clip_on=False, **look)
+            # the layout would take an empty line for one at the lower left corner of the figure
+            axis.plot(failed, 0 * failed, clip_on=False, in_layout=False, **look)
     axis.axhline(0, color=GREY, linestyle=":")
     axis.set_ylim(axis.get_ylim())  # the best one before a valid node, -1, would widen it
     for group in groups:
@@ -264,7 +264,8 @@ def draw_tree(run: RunData, link: str = "#"):
             start = (x - 0.7, y)
         colour, thickness = ("black", 2) if id in path else (GREY, 0.7)
         axis.plot(*zip(start, (x, y)), color=colour, linewidth=thickness)
-        axis.text(x, y, f"   {id[-10:]}  {score_text(row)}", va="center")
+        # an SVG drops spaces at the start of a text, but not \xa0
+        axis.text(x, y, f"\xa0  {'…' * (len(id) > 12)}{id[-12:]}  {score_text(row)}", va="center")
         kind, look["marker"] = row["outcome"], "X"
         if kind == "valid":
             kind, look["marker"] = row["op"], row["mark"]
@@ -297,31 +298,32 @@ def new_figure(width: float, height: float):
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def draw_panels(groups: list[RunGroup], panels=()):
-    """A Figure with all panels of a kind of run, in rows of three; the last one takes what is left
-    of its row. panels: others than those of PANELS. Raises UserError if no row has their keys.
-    """
+def numbers_of(group: RunGroup) -> set:
+    """The keys of its rows that hold numbers."""
     import pandas
 
+    rows = [row for run in group.runs for row in run.rounds or run.rows]
+    return {*pandas.DataFrame(rows).select_dtypes("number")}
+
+
+def draw_panels(groups: list[RunGroup], panels=()):
+    """A Figure with all panels of a kind of run, in rows of three; the last one takes what is left
+    of its row. panels: others than those of PANELS.
+    """
     runs = [run for group in groups for run in group.runs]
     kind = runs[0].kind
-    x = NOUNS[kind]
-    if any(run.rounds for run in runs):
-        kind, x = "rounds", "round"
+    x = "round" if any(run.rounds for run in runs) else NOUNS[kind]
     window = window_of(runs[0].rounds or runs[0].rows)
     x += "s" if window == 1 else f"s (means over {window})"
-    rows = [row for run in runs for row in run.rounds or run.rows]
-    has = sorted(pandas.DataFrame(rows).select_dtypes("number"))
-    shown = [keys for keys in panels or PANELS[kind] if {*has, "*nodes"} & {*keys.split()}]
-    if panels and not shown:
-        raise UserError(f"{runs[0].dir} has no numbers '{panels[0]}'; it has {', '.join(has)}.")
-    panels = shown or PANELS[kind][:1]
+    has = {"*nodes", "value_mean"}.union(*map(numbers_of, groups))  # one panel at least
+    panels = panels or [keys for keys in PANELS[kind] if has & {*keys.split()}]
     columns = min(3, len(panels))
     width = PAGE if columns > 1 else COLUMN
     # the last one takes what is left of its row
     cells = [*panels, *panels[-1:] * (-len(panels) % columns)]
     mosaic = np.reshape(cells, (-1, columns))
-    figure = new_figure(width, 0.6 + 1.8 * len(mosaic) + 0.15 * len(runs))
+    height = 0.6 + 1.8 * len(mosaic)
+    figure = new_figure(width, height)
     axes = figure.subplot_mosaic(mosaic)
     for keys, axis in axes.items():
         axis.set_xlabel(x)
@@ -334,14 +336,15 @@ def draw_panels(groups: list[RunGroup], panels=()):
     if len(runs) > 1:
         handles = []
         for group in groups:
-            text = f"{group.label} {group.differs}"
-            text = textwrap.fill(shorten(text, 200), int(15 * width))
+            text = shorten(f"{group.label} {group.differs}", 200)
+            text = textwrap.fill(text, int(15 * width))
             handles += axis.plot([], [], label=text, **group.look)
-        figure.legend(
+        legend = figure.legend(
             handles=handles,
             title="mean over runs, band: ± standard error",
             loc="outside lower center",
         )
+        figure.set_figheight(height + legend.get_window_extent().height / figure.dpi)
     return figure
 
 

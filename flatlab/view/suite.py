@@ -185,6 +185,7 @@ def report(suite: dict, runs: list[RunData]) -> str:
         name = str(run.dir)
         ours[name] = values.xs(name, level=1)
         totals.loc[name, "value [95 %]"] = interval(mean_value, *ours[name])
+    order = ["value"]
     if suite["attempts"]:
         scores = np.array([cells[kind].unstack(0) for kind in KINDS])
         baseline = totals.index.get_loc(BASELINE)
@@ -194,8 +195,9 @@ def report(suite: dict, runs: list[RunData]) -> str:
         figure = draw(tau, rho, [*totals.index], ours)
         write_whole(picture, plots.encoded(figure, "png"))
         print(f"wrote {picture}\n")
-        totals[[f"AUP, {kind}" for kind in KINDS]] = areas.T
-        totals = totals.sort_values([*totals], ascending=False)
+        order = [f"AUP, {kind}" for kind in KINDS]
+        totals[order] = areas.T
+    totals = totals.sort_values(order, ascending=False)
     tables = cells.dropna(subset="value"), totals.dropna(axis=1, how="all")  # cells of ours alone
     look = {"float_format": "{:.4g}".format, "na_rep": "-"}
     parts = [table.to_string(**look) for table in tables if len(table)]

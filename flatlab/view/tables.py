@@ -89,11 +89,12 @@ def faults(run: RunData) -> int:
 def heading(run: RunData) -> str:
     """One line about the run: name, task, mode, rule, seed, model, length."""
     config = run.config
-    keys = "sampling_mode select seed model".split()
+    keys = "sampling_mode select model".split()
     facts = [value_text(config[key]) for key in keys if key in config]
     seconds = run.result.get("seconds") or sum(row.get("seconds", 0) for row in run.rows)
     size = count(len(run.rows), NOUNS[run.kind])
-    return f"{run.name}: {run.task}, {', '.join(facts)}, {size} in {duration(seconds)}"
+    end = f"seed {config.get('seed')}, {size} in {duration(seconds)}"
+    return f"{run.name}: {', '.join([run.task, *facts, end])}"
 
 
 def headline(run: RunData) -> str:
