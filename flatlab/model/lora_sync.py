@@ -76,7 +76,11 @@ class LoraLinear(UnquantizedLinearMethod):
         rows = x.flatten(0, -2)  # transformers' own layers keep a batch dimension
         y = super().apply(layer, rows, bias)
         with threads_for(rows):
-            y.addmm_(F.linear(rows, layer.lora_a), layer.lora_b.T)
+            reduced = F.linear(rows, layer.lora_a)
+            if torch.compiler.is_compiling():  # Inductor fuses the sum with what follows
+                y = y + reduced @ layer.lora_b.T
+            else:
+                y.addmm_(reduced, layer.lora_b.T)
         return y.unflatten(0, x.shape[:-1])
 
 
