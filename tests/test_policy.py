@@ -328,7 +328,13 @@ def test_a_layer_with_an_adapter_is_that_of_peft(kind, dtype, error):
     """Output and gradients, with the adapter on and off."""
     torch.manual_seed(0)
     base = Conv1D(48, 32) if kind == "Conv1D" else torch.nn.Linear(32, 48, bias=kind != "Linear")
-    settings = LoraConfig(r=4, lora_alpha=12, target_modules=["0"], init_lora_weights=False)
+    settings = LoraConfig(
+        r=4,
+        lora_alpha=12,
+        target_modules=["0"],
+        init_lora_weights=False,
+        fan_in_fan_out=kind == "Conv1D",
+    )
     model = get_peft_model(torch.nn.Sequential(base.to(dtype)), settings)
     layer = model.base_model.model[0]
     x = torch.randn(2, 5, 32, dtype=dtype, requires_grad=True)

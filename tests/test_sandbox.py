@@ -267,9 +267,9 @@ THREAD = "import threading\nthreading.Thread(target=lambda: exec('while 1: pass'
     [
         ("sleep 30", "idle"),
         ("printf '\\xff (' > /proc/self/comm; sleep 30", "idle"),
-        ("python3 -c 'import threading; threading.Event().wait()'", "idle"),
+        slow("python3 -c 'import threading; threading.Event().wait()'", "idle"),
         ("sleep 0.3; sleep 30 & sleep 0.1", ""),
-        ("while :; do sleep 0.01; done", "time"),
+        slow("while :; do sleep 0.01; done", "time"),
         (f'python3 -c "{THREAD}"', "time"),  # the main thread waits
         (f"python3 -c '{IN_VFORK}'", ""),  # in state D, as one that waits for a disk
     ],

@@ -591,7 +591,7 @@ def test_the_full_form_tells_requests_the_limits_and_what_is_left(select, worker
     "budget, reply, stopped",
     [
         ({"tokens": 5}, "No block at all.", "tokens"),
-        ({"minutes": 0.03}, "```bash\nsleep 60\n```", "minutes"),
+        slow({"minutes": 0.03}, "```bash\nsleep 60\n```", "minutes"),
     ],
 )
 def test_a_budget_ends_a_node_that_is_running(budget, reply, stopped):

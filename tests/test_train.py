@@ -88,7 +88,7 @@ PHASES = {  # function that is interrupted, at its first call 0
 
 
 @pytest.mark.parametrize(
-    "phase", ["sample", "learn", *map(slow, "evaluate judge record compare".split())]
+    "phase", ["learn", *map(slow, "sample evaluate judge record compare".split())]
 )
 def test_ctrl_c_in_a_phase_and_the_same_command_again(play, monkeypatch, recwarn, phase):
     owner, name, last = PHASES[phase]
