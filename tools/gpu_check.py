@@ -18,7 +18,6 @@ import json
 import os
 import random
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -538,10 +537,15 @@ def update_4b(model: str, way: str = "one product a layer") -> list:
     for kernel in kernels[: 8 * has_gpu()]:
         time_of = f"{kernel.self_device_time_total / 1e6:.3f} s"
         rows.append(("kernel", time_of, f"{kernel.count} x {kernel.key[:60]}".replace("|", " ")))
+    logp, grads = one_update(trainer, equal)
     trainer.recompute_layers(config.num_hidden_layers)
     trainer.packs = False
     _, padded = median_update(trainer, [equal] * 3)
-    return [*rows, ("padded rows", f"{padded:.3f} s", f"{padded / seconds:.2f} x")]
+    other, other_grads = one_update(trainer, equal)
+    apart = (logp - other).abs().max().item()
+    relative = ((grads - other_grads).norm() / other_grads.norm()).item()
+    note = f"{padded / seconds:.2f} x; log-probs {apart:.1g}, gradients {relative:.1g} apart"
+    return [*rows, ("padded rows", f"{padded:.3f} s", note)]
 
 
 def compile_layers(trainer) -> None:
@@ -559,29 +563,6 @@ def compile_layers(trainer) -> None:
     layers = [layer for layer in modules if isinstance(layer, GradientCheckpointingLayer)]
     for layer in layers if has_gpu() else layers[:1]:
         layer.compile(dynamic=True, backend=backend)
-
-
-def shared_prompt(model: str) -> list:
-    """A group's update with its prompt computed once, against padded rows."""
-    policy = make_policy(model)
-    batch = update_batch(policy)
-    runs = {True: [], False: []}
-    for _ in range(3):  # in turn: the speed of a machine changes
-        for packs, done in runs.items():
-            policy.packs = packs
-            done.append(timed_update(policy, batch))
-    logp, grads, _, peak = runs[True][0]
-    other, other_grads, _, padded_peak = runs[False][0]
-    seconds = statistics.median(run[2] for run in runs[True])
-    padded = statistics.median(run[2] for run in runs[False])
-    difference = (logp - other).abs().max().item()
-    relative = ((grads - other_grads).norm() / other_grads.norm()).item()
-    note = f"log-probs {difference:.1g}, gradients {relative:.1g} apart"
-    size = f"{EPISODES} episodes of {PROMPT} + {TOKENS} tokens"
-    return [
-        ("update, prompt computed once", f"{seconds:.3f} s", f"{size}; peak {gib(peak)}; {note}"),
-        ("update, padded", f"{padded:.3f} s", f"{padded / seconds:.2f} x; peak {gib(padded_peak)}"),
-    ]
 
 
 def attention(model: str) -> list:
@@ -614,22 +595,9 @@ def attention(model: str) -> list:
     return rows
 
 
-def memory_probe(model: str) -> list:
-    """Estimates the tokens of a training pass, and checks that such a pass fits."""
-    from flatlab.model import memory
-
-    policy = make_policy(model)
-    free = memory.free_bytes(policy.device)
-    tokens = policy.fit_micro_tokens()
-    length = min(tokens, policy.context)
-    sequence = ([0] * length, [0] + [1] * (length - 1))
-    policy.logprobs([sequence] * (tokens // length))[0].mean().backward()
-    return [("tokens of a training pass", str(tokens), f"{gib(free)} were free")]
-
-
 def budget(model: str) -> list:
     """Free memory after the engine, after the trainer and at the peak of a step, beside the
-    estimate of what that step needs.
+    estimate of what that step needs; and whether the largest training pass fits.
     """
     from flatlab.model import memory
     from flatlab.train import metrics
@@ -655,7 +623,12 @@ def budget(model: str) -> list:
     estimate = memory.bytes_needed(tokens, config, policy.dtype.itemsize, 0)
     at_peak = gib(free["the trainer"] - used)
     note = f"a step of {tokens} tokens took {gib(used)}, estimated {gib(estimate)}"
-    return [*rows, ("free at the peak of a step", at_peak, note)]
+    rows.append(("free at the peak of a step", at_peak, note))
+    most = policy.fit_micro_tokens()
+    length = min(most, policy.context)
+    sequence = ([0] * length, [0] + [1] * (length - 1))
+    policy.logprobs([sequence] * (most // length))[0].mean().backward()
+    return [*rows, ("tokens of a training pass", str(most), "such a pass fits")]
 
 
 # scripts and presets -> what differs from DEFAULTS
@@ -833,12 +806,10 @@ PARTS = {
     "sync": (sync, {}),
     "shared-base": (shared_base, {}),
     "own-base": (own_base, {}),
-    "shared-prompt": (shared_prompt, {}),
     "attention": (attention, {}),
     "update-4b": (update_4b, {}),
     "update-4b-peft": (partial(update_4b, way="peft's layers"), {}),
     "update-4b-compiled": (partial(update_4b, way="compiled layers"), {}),
-    "memory": (memory_probe, {}),
     "budget": (budget, {}),
     "ahead": (ahead, {}),
     "training": (training, {}),
