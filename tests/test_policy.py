@@ -180,8 +180,9 @@ Policy.dtype = "bfloat16"
 policy = Policy(resolve_model("tiny"))
 rounding = asyncio.run(policy.verify())["no adapter"].mean
 assert 1e-3 < rounding < policy.diff_limit / 2
-for what in set(BROKEN) - {"a layer less"}:  # the last layer moves less than rounding
+for what in list(BROKEN)[1:]:  # the last layer moves less than rounding
     test_verify_refuses_a_broken_sync(policy, what)
+    policy.sync()  # each begins with an engine that is right
 asyncio.run(policy.verify())
 """
 
