@@ -222,6 +222,14 @@ def one_update(policy, batch) -> tuple:
     return logp.detach(), grads
 
 
+def apart_text(one: tuple, other: tuple) -> str:
+    """How far two updates of one_update() are from each other."""
+    (logp, grads), (other_logp, other_grads) = one, other
+    apart = (logp - other_logp).abs().max().item()
+    relative = ((grads - other_grads).norm() / other_grads.norm()).item()
+    return f"log-probs {apart:.1g}, gradients {relative:.1g} apart"
+
+
 def timed_update(policy, batch) -> tuple:
     """(log-probs, gradients, seconds, peak bytes) of the second of two updates."""
     import torch
@@ -537,14 +545,11 @@ def update_4b(model: str, way: str = "one product a layer") -> list:
     for kernel in kernels[: 8 * has_gpu()]:
         time_of = f"{kernel.self_device_time_total / 1e6:.3f} s"
         rows.append(("kernel", time_of, f"{kernel.count} x {kernel.key[:60]}".replace("|", " ")))
-    logp, grads = one_update(trainer, equal)
+    packed = one_update(trainer, equal)
     trainer.recompute_layers(config.num_hidden_layers)
     trainer.packs = False
     _, padded = median_update(trainer, [equal] * 3)
-    other, other_grads = one_update(trainer, equal)
-    apart = (logp - other).abs().max().item()
-    relative = ((grads - other_grads).norm() / other_grads.norm()).item()
-    note = f"{padded / seconds:.2f} x; log-probs {apart:.1g}, gradients {relative:.1g} apart"
+    note = f"{padded / seconds:.2f} x; {apart_text(packed, one_update(trainer, equal))}"
     return [*rows, ("padded rows", f"{padded:.3f} s", note)]
 
 
@@ -584,13 +589,8 @@ def attention(model: str) -> list:
                 begin = time.perf_counter()
                 found[way] = one_update(policy, batch)
                 seconds[way].append(time.perf_counter() - begin)
-        (logp, grads), (other, other_grads) = found.values()
-        apart = (logp - other).abs().max().item()
-        relative = ((grads - other_grads).norm() / other_grads.norm()).item()
         varlen, apiece = [median(times[1:]) for times in seconds.values()]
-        note = (
-            f"sequence by sequence {apiece:.3f} s; log-probs {apart:.1g}, gradients {relative:.1g}"
-        )
+        note = f"sequence by sequence {apiece:.3f} s; {apart_text(*found.values())}"
         rows.append((f"update, {name} lengths", f"{varlen:.3f} s", note))
     return rows
 
