@@ -223,7 +223,7 @@ def one_update(policy, batch) -> tuple:
 
 
 def apart_text(one: tuple, other: tuple) -> str:
-    """How far two updates of one_update() are from each other."""
+    """Compare two updates of one_update(): the distance of their log-probs and gradients."""
     (logp, grads), (other_logp, other_grads) = one, other
     apart = (logp - other_logp).abs().max().item()
     relative = ((grads - other_grads).norm() / other_grads.norm()).item()
