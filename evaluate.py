@@ -34,7 +34,7 @@ from flatlab.train.job import Job
 from flatlab.view import console, suite
 from flatlab.view.reader import read_run
 from flatlab.world.episode import Episode, run_episode
-from policy import choose_models, model_name, open_engine
+from policy import choose_models, model_name, open_engine, task_names
 
 FIRST_SEED = -(10**12)  # of the episodes with --seed 0; those of training are never that low
 
@@ -159,15 +159,15 @@ def leave_out_long(policy, tasks: list, cfg: Config, left_out: dict) -> None:
                 print(f"left out {task.name}: {error}")
 
 
-def seeds_of(cfg: Config, model: str | None, models: int) -> list[tuple]:
+def seeds_of(cfg: Config, model: str | None, models: int, part: str) -> list[tuple]:
     """The config of each seed, with the name of its run, and the path of the model. models: their
-    number.
+    number. part: name of the suite, and of its tasks if it is not the whole suite.
     """
     configs = options.each_seed(cfg)
     for own in configs:
         own.model.model = model
         if cfg.suite:
-            own.name = own.name or f"{SCRIPT}-{Path(cfg.suite).stem}-{own.seed}"
+            own.name = own.name or f"{SCRIPT}-{part}-{own.seed}"
         if cfg.suite or own.name and models > 1:
             own.name += f"/{model_name(own)}"
     return list(zip(configs, choose_models(SCRIPT, configs, cfg.url)))
@@ -215,14 +215,18 @@ def evaluate_model(cfg: Config, path, policy):
 def main() -> None:
     argv = sys.argv[1:]
     cfg = cli.parse_config(Config, argv)
+    part = ""
     if cfg.suite:
         given = suite.read_suite(cfg.suite)
         cfg = cli.parse_config(Config, argv, given["settings"])
+        part = Path(cfg.suite).stem
+        if [*cfg.tasks.task] != given["settings"].get("task"):
+            part += f"-{task_names(cfg)}"
     options.check_values(cfg)
     parser = ArgumentParser(add_help=False)  # tyro keeps the last --model only
     parser.add_argument("--model", action="append")
     models = parser.parse_known_args(argv)[0].model or [cfg.model.model]
-    plans = [seeds_of(cfg, model, len(models)) for model in models]
+    plans = [seeds_of(cfg, model, len(models), part) for model in models]
     names = {own.name for plan in plans for own, _ in plan}
     if len(names) < len(models) * len(cfg.seed):
         raise UserError("Two models have the same name: give each a command and a --name.")

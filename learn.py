@@ -98,6 +98,9 @@ async def grow(t: Tree, slots: asyncio.Semaphore, micro_tokens: int) -> None:
         row = row_of(t, sum(picked, []), groups)
         job.step = policy.version
         row |= await in_trainer(grpo.update, policy, optimizer, groups, cfg, job)
+        for nodes, group in zip(picked, groups):
+            for node, episode in zip(nodes, group.episodes):
+                t.save(node, episode)  # now with its advantages
         policy.sync()
         if row.get("skipped"):
             await policy.check_sync()

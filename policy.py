@@ -89,8 +89,11 @@ def default_model() -> str:
 
 def default_name(script: str, cfg) -> str:
     """<script>-<tasks>-<model>-<seed>, the name of a run of a script's Config."""
-    tasks = "+".join(Path(name).name for name in cfg.tasks.task)
-    return f"{script}-{tasks}-{model_name(cfg)}-{cfg.seed}"
+    return f"{script}-{task_names(cfg)}-{model_name(cfg)}-{cfg.seed}"
+
+
+def task_names(cfg) -> str:
+    return "+".join(Path(name).name for name in cfg.tasks.task)
 
 
 def model_name(cfg) -> str:

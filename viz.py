@@ -45,7 +45,8 @@ class Options:
     list: bool = False  # print one line per episode, or the tree
     episode: str = ""  # print one transcript: its id, as --list shows it
     best: bool = False  # print the transcript with the best score
-    step: int | None = None  # print the groups of one step, and what was learned from them
+    # print the groups of one step, or round of learn.py, and what was learned from them
+    step: int | None = None
     plot: tuple[str, ...] = ()  # draw each of these keys of the rows as plot-KEY.png
     suite: str = ""  # compare on this suite, see evaluate.py; without runs, published models alone
     format: Literal["png", "pdf"] = "png"  # pdf: each picture as a PDF, too
@@ -87,19 +88,24 @@ def indented(text: str) -> str:
 
 def list_text(run: RunData, step: int | None = None) -> str:
     """A line for each episode, group by group, or for each node; stars mark the path to the best
-    one. step: that of training to list; None: everything. Raises UserError if there is nothing.
+    one. step: that of training, or the round, to list; None: everything. Raises UserError if there
+    is nothing.
     """
     files, path = transcript_files(run), plots.best_path(run)
     if step is not None:
-        items = files.get(str(step), list)()
+        names = [row["id"] for row in run.rows if row.get("round") == step] or [str(step)]
+        items = read_all({name: files[name] for name in names if name in files})
     elif run.kind == "search":
         items = plots.depth_first(run.rows)
     else:
         items = read_all(files)
     if not items:
         raise UserError(f"{run.dir} has no such transcripts.")
+    groups = tables.sections(run, items)
+    if run.kind == "search" and step is None:
+        groups = {run.name: items}  # the tree
     parts = []
-    for heading, own in tables.sections(run, items).items():
+    for heading, own in groups.items():
         rows = []
         for item in own:
             id = f"{'*' * (item['id'] in path):2}{'  ' * item['id'].count('.')}{item['id']}"

@@ -13,10 +13,12 @@ import pytest
 
 import learn
 import search
+import viz
 from flatlab.files import read_rows
 from flatlab.runs.cli import parse_config
 from flatlab.tree.nodes import open_trees
 from flatlab.tree.prompts import CountingPolicy
+from flatlab.view.reader import read_run
 from helpers import TINY_TEXTS, configure, user_error
 from training import TASK, has_weights, one_reply, weights_of
 
@@ -71,6 +73,12 @@ def test_a_round_is_picked_played_learned_and_written(policy):
         assert row["grad_norm"] > 0
     episodes = [read_rows(file)[0] for file in t.run.dir.glob("episodes/*.jsonl")]
     assert {episode["turns"][0]["version"] for episode in episodes} == {0, 1, 2}
+    groups = viz.list_text(read_run(t.run.dir), step=1).split("\n\n")
+    assert len(groups) == 2
+    for group in groups:
+        assert group.startswith("round 1, group ")
+        assert "3 of 3 trained" in group.splitlines()[0]
+        assert "1 of 1" in group.splitlines()[-1]  # replies with a loss
     trained = weights_of(policy)
     policy.load_adapter(t.run.dir / "best")
     assert has_weights(policy, trained)

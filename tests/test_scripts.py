@@ -345,6 +345,8 @@ def test_a_task_whose_first_message_is_too_long_is_left_out_of_a_suite(here, pla
     code, out, _ = here("--suite suite.yaml --name a")
     assert (code, len(played.engines)) == (0, 1)
     assert "logs/a/tiny was finished before" in out
+    assert here("--suite suite.yaml --task digits")[0] == 0
+    assert result_of("evaluate-suite-digits-0/tiny")["n"] == 2
 
 
 def test_a_suite_of_two_models_goes_on_and_stands_beside_published_ones(

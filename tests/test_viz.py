@@ -218,9 +218,7 @@ def test_nodes_of_a_search_in_the_terminal(tmp_path, capsys):
     assert "output of 0.0.0" in text
     assert "\n old\n+new\n" in text
     assert printed(capsys, directory, best=True).startswith("0.0.0  0.3")
-    assert "Best node (0.0.0): value +1.5000, 75% valid, loss 0.3000 (validation" in printed(
-        capsys, directory
-    )
+    assert "Best node (0.0.0): value +1.5000, loss 0.3000 (validation" in printed(capsys, directory)
     assert {p.name for p in directory.glob("*.png")} == {"tree.png", "curves.png"}
 
 
@@ -562,6 +560,15 @@ def test_best_so_far_is_that_of_values_and_failed_nodes_have_the_lowest(tmp_path
     assert [row["value"] for row in run.rows] == [None, -1, -0.3, -0.45]
 
 
+def test_a_node_below_the_lowest_value_is_said_to_be(tmp_path):
+    run = searched(tmp_path / "a")
+    for improvement, label in ((-1, "failed)"), (-3, "failed, at -1: that or less)")):
+        run.rows[0]["improvement"] = improvement
+        axis = plots.draw_panels(tables.groups_of([run])["search", "titanic"]).axes[0]
+        assert axis.get_xlabel() == f"nodes (cross: {label}"
+        assert min(axis.lines[0].get_ydata()) == -1
+
+
 def test_a_tree_names_its_nodes(tmp_path):
     tree, _ = plots.draw_tree(searched(tmp_path / "a")).axes
     names = [text.get_text().strip() for text in tree.texts]
@@ -713,7 +720,7 @@ def test_click_search_filter_sort_and_compare_nodes(tmp_path):
     run = search_run(tmp_path / "run", nodes)
     seen, messages = browse(written(tmp_path, run), script, "#0.1")
     assert messages == []
-    shown = "Best node (0.0.0): value +0.7500, 75% valid, accuracy 0.7500 (validation part"
+    shown = "Best node (0.0.0): value +0.7500, accuracy 0.7500 (validation part"
     for text in (shown, "1 of 4 failed (value -1)", "KeyError: 'missing'"):
         assert text in seen["body"]
     assert seen["open"]

@@ -70,7 +70,9 @@ def summary(improvements: list[float | None], task=None) -> dict:
 def summary_text(result: dict, metric: str = "score", digits: int = 4) -> str:
     """'value +0.1200 ± 0.0310, 89% valid, accuracy 0.7012 ± 0.0101, best of 8: 0.7698'."""
     value = plus_minus(result["value_mean"], result.get("value_stderr"), "+")
-    text = f"value {value}, {result['valid_share']:.0%} valid"
+    text = f"value {value}"
+    if result["valid_share"] is not None:
+        text += f", {result['valid_share']:.0%} valid"
     if result.get("score_mean") is None:
         return text
     score = plus_minus(result["score_mean"], result.get("score_stderr"), digits=digits)

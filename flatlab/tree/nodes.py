@@ -208,12 +208,16 @@ class Tree:
         else:
             node.error = error_of(episode)
             node.grader_output = score.grader_output if score else ""
-        tokens = b"" if self.cfg.url else episode.packed  # those of an endpoint are not the model's
-        self.run.save_episodes(node.order, [episode.to_dict() | {"node": node.id}], tokens)
+        self.save(node, episode)
         row = {name: getattr(node, name) for name in COLUMNS}
         self.run.log(row, "journal.jsonl")  # from here on it counts
         self.finished.append(node)
         self.run.result(**results(self), status="running")
+
+    def save(self, node: Node, episode: Episode) -> None:
+        """Writes the transcript of a node."""
+        tokens = b"" if self.cfg.url else episode.packed  # those of an endpoint are not the model's
+        self.run.save_episodes(node.order, [episode.to_dict() | {"node": node.id}], tokens)
 
     def executed(self) -> int:
         """Finished and running nodes, without the root."""

@@ -186,12 +186,15 @@ def draw_nodes(axis, groups: list[RunGroup]) -> None:
     import pandas
 
     run = groups[0].runs[0]
+    marks = "cross: failed"
     for group in groups:
         for one in group.runs:
             look = group.look | {"alpha": 0.5, "linestyle": ""}
             numbers = np.arange(1, len(one.rows) + 1)
-            values = np.maximum(WORST, series(one.rows, "improvement"))  # of the valid ones
-            axis.plot(numbers, values, markersize=2, **look)
+            values = series(one.rows, "improvement")  # of the valid ones
+            if (values < WORST).any():
+                marks = "cross: failed, at -1: that or less"
+            axis.plot(numbers, np.maximum(WORST, values), markersize=2, **look)
             failed = numbers[[row["outcome"] == "failed" for row in one.rows]]
             look |= {"marker": "x", "transform": axis.get_xaxis_transform()}
             # the layout would take an empty line for one at the lower left corner of the figure
@@ -204,7 +207,7 @@ def draw_nodes(axis, groups: list[RunGroup]) -> None:
         draw_mean(axis, frame, drawstyle="steps-post", **group.look)
     axis.set(
         title=f"{'best' if run.kind == 'search' else 'mean'} so far",
-        xlabel=f"{NOUNS[run.kind]}s (cross: failed)",
+        xlabel=f"{NOUNS[run.kind]}s ({marks})",
         ylabel=UNITS["value"],
     )
     convert = (lambda value: score_at(value, run)), (lambda score: improvement(score, run))

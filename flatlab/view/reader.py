@@ -74,7 +74,7 @@ def read_run(directory) -> RunData:
     rows, rounds = read_rows(path / "metrics.jsonl"), []
     if kind == "search":
         rounds = rows
-        rows = [with_outcome(row) for row in read_rows(path / "journal.jsonl")]
+        rows = [node_row(row, result["task"]) for row in read_rows(path / "journal.jsonl")]
     if kind == "evaluation":
         rows = read_all(episode_files(path))
     if not rows:
@@ -108,6 +108,15 @@ def folder_of(runs: list[RunData]) -> Path:
     return Path(os.path.commonpath([run.dir.resolve() for run in runs] or ["logs"]))
 
 
+def node_row(row: dict, task: str) -> dict:
+    """A row of the journal with its outcome; of a search that learns with its reward, too."""
+    decision = row["decision"]
+    row = with_outcome(row | {"task": task, "reason": decision["reason"]})
+    if "round" in decision:
+        row |= {"round": decision["round"], "group": decision["group"], "reward": row["value"]}
+    return row
+
+
 def with_outcome(row: dict) -> dict:
     """Adds the outcome ("valid", "failed" or "fault") and the value, None for a fault."""
     if row["status"] == "fault":
@@ -130,11 +139,11 @@ def transcript_files(run: RunData) -> Files:
     Names: "12" (a step of training), "before", "eval-9", "final-best", "0.2.1" (a node).
     Keys of a transcript: id ("12/3": number 3 of a file; the name alone if the file holds one),
     outcome, status, score (None unless valid), improvement, value, tokens, seconds, error, system
-    and prompt (the first messages), turns.
-    Episodes also have seed, test_score, reward (None for a fault), when (the name of the file), and
+    and prompt (the first messages), turns,
     advantages: one per reply, None for one that was not trained; [] if the group was not trained or
-    they were not stored. Nodes also have parent, op, sampling_mode, reason (of the selection),
-    idea, code and diff.
+    they were not stored. With groups also group and reward (None for a fault).
+    Episodes also have seed, test_score and when (the name of the file). Nodes also have parent, op,
+    sampling_mode, reason (of the selection), idea, code and diff; those of learn.py round.
     """
     if run.kind != "search":
         return episode_files(run.dir)
@@ -174,7 +183,7 @@ def episode_items(path: Path, name: str = "") -> list[dict]:
             "tokens": row["reply_tokens"],
             "error": joined(score["message"], score.get("grader_output")),
             "when": name,
-            "advantages": [t["advantage"] for t in row["turns"] if "advantage" in t],
+            "advantages": advantages_of(row["turns"]),
         }
         items.append(with_outcome(row | item))
     return items
@@ -187,13 +196,18 @@ def node_items(id: str, nodes: dict[str, dict], directory: Path) -> list[dict]:
     above = nodes.get(row["parent"])
     while above and not above["kept"]:
         above = nodes.get(above["parent"])
+    transcript = {"turns": []} | dict(*episodes)
     item = {
         "diff": difference(above["code"], row["code"]) if above else "",
         # a grader may print text but neither score nor reason
         "error": joined(row["error"], row.get("grader_output")),
-        "reason": row["decision"]["reason"],
+        "advantages": advantages_of(transcript["turns"]),
     }
-    return [{"turns": []} | dict(*episodes) | row | item]
+    return [transcript | row | item]
+
+
+def advantages_of(turns: list[dict]) -> list[float | None]:
+    return [turn["advantage"] for turn in turns if "advantage" in turn]
 
 
 def difference(old: dict, new: dict) -> str:

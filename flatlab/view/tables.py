@@ -112,6 +112,8 @@ def value_sentence(run: RunData) -> str:
     result = result_of(run)
     if result["what"] == "no valid node":
         return f"no valid node: {why_none(run)}"
+    if run.kind == "search":
+        result |= {"valid_share": None}  # of all nodes: ends() has it
     digits = 6 if run.result.get("exact") else 4
     text = summary_text(result, run.result["metric"], digits)
     direction = "higher is better" if run.higher_is_better else "lower is better"
@@ -235,15 +237,18 @@ def facts_of(item: dict) -> dict[str, str]:
 
 def sections(run: RunData, items: list[dict]) -> dict[str, list[dict]]:
     """Heading -> the episodes of a group that were compared with each other, or of an evaluation;
-    one for other runs.
+    one for runs without groups.
     """
-    if run.kind != "training":
+    if run.kind != "training" and "round" not in items[0]:
         return {run.name: items}
     groups = {}
     for item in items:
-        name = f"evaluation {item['when']}"
-        if item["when"].isdigit():
+        if "round" in item:
+            name = f"round {item['round']}, group {item['group']}, children of {item['parent']}"
+        elif item["when"].isdigit():
             name = f"step {item['when']}, group {item['group']}"
+        else:
+            name = f"evaluation {item['when']}"
         groups.setdefault(name, []).append(item)
     return {f"{name}: {learned(own)}": own for name, own in groups.items()}
 
@@ -252,7 +257,7 @@ def learned(items: list[dict]) -> str:
     """The task and the rewards of a group, and how many of its episodes were trained."""
     rewards = found(items, "reward") or [math.nan]
     low, high = min(rewards), max(rewards)
-    trained = sum(bool(item["advantages"]) for item in items)
+    trained = sum(bool(item.get("advantages")) for item in items)
     how = f"{trained} of {len(items)} trained"
     if low == high:
         how = "equal rewards, none trained"
