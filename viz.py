@@ -93,7 +93,8 @@ def list_text(run: RunData, step: int | None = None) -> str:
     """
     files, path = transcript_files(run), plots.best_path(run)
     if step is not None:
-        names = [row["id"] for row in run.rows if row.get("round") == step] or [str(step)]
+        names = [row["id"] for row in run.rows if row.get("round") == step]
+        names = names or [str(step)]
         items = read_all({name: files[name] for name in names if name in files})
     elif run.kind == "search":
         items = plots.depth_first(run.rows)
