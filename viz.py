@@ -5,8 +5,8 @@
     python viz.py logs/<run> --list          episodes, or the tree of a search
     python viz.py logs/<run> --episode 12/3  a transcript: step 12, number 3; also before/3 and
                                              eval-9/3 (evaluations), final-best/3, a node 0.2.1
-    python viz.py logs/<run> --step 12       the groups of step 12: rewards, advantages, and what
-                                             was trained
+    python viz.py logs/<run> --step 12       the groups of step 12, or of round 12 of learn.py:
+                                             rewards, advantages, and what was trained
     python viz.py logs/<run> --best          the transcript with the best score
     python viz.py logs/* --plot value_mean   plot-value_mean.png: a key of the rows, over the runs
     python viz.py --suite mlgym logs/<run>   the tables of a suite, beside published models
@@ -40,7 +40,7 @@ from flatlab.view.reader import (
 
 @dataclass
 class Options:
-    # run directories logs/<name>; the directory of a grid stands for its cells
+    # run directories logs/<name>, or folders of them, such as that of a grid
     runs: tyro.conf.Positional[tuple[Path, ...]]
     list: bool = False  # print one line per episode, or the tree
     episode: str = ""  # print one transcript: its id, as --list shows it

@@ -232,8 +232,8 @@ def test_several_runs_and_strangers_among_them(tmp_path, capsys):
     [error] = capsys.readouterr().err.splitlines()
     assert "notes is not a run directory" in error
     assert (tmp_path / "compare-search-titanic.png").exists()
-    # a directory of runs stands for them, as a grid does
-    text = printed(capsys, tmp_path)
+    (tmp_path / "b").rename(tmp_path / "notes" / "b")
+    text = printed(capsys, tmp_path)  # a folder stands for the runs in it, at any depth
     assert re.search(r"^a \(seeds 1, 2\) +2 +[-+]\d", text, re.M)  # N and the first value
 
 

@@ -86,14 +86,14 @@ def read_run(directory) -> RunData:
 def find_runs(paths) -> tuple[list[RunData], list[str]]:
     """The runs in these directories and one sentence for each that cannot be shown.
 
-    The directory of a grid stands for its cells. Among several paths plain files are skipped,
-    because logs/* also names the pictures that viz.py wrote there.
+    A folder stands for all runs in it, as that of a grid for its cells. Among several paths plain
+    files are skipped, because logs/* also names the pictures that viz.py wrote there.
     """
     runs, errors = [], []
     paths = [path for path in paths if len(paths) == 1 or not path.is_file()]
     for path in paths:
-        cells = sorted(config.parent for config in path.glob("*/config.yaml"))
-        for directory in cells or [path]:
+        inside = sorted(config.parent for config in path.glob("**/config.yaml"))
+        for directory in inside or [path]:
             try:
                 runs.append(read_run(directory))
             except UserError as error:
