@@ -9,15 +9,15 @@ import pytest
 
 from helpers import PROJECT
 
-# Sections of whole runs (objectives, pretrained) are the functions of `trained` with other flags.
+# Sections of whole runs (objectives, pretrained) are the functions of `trained` with other flags;
+# agent runs beside TRL below, and vLLM's own LoRA in tools/gpu_check.py.
 SHORT = {
     "env": "",
     "soak": "--count 20 --backend local",
     "train": "--steps 1 --only ours",
-    "agent": "--steps 1 --only ours --waits even",
-    "ahead": "--steps 1 --only ahead1 --waits uneven",
+    "ahead": "--steps 1 --only ahead1 --waits even",
     "growth": "--count 30 --only bfs,training",
-    "engine": "--steps 1 --only vllm,eager",
+    "engine": "--steps 1 --only eager",
     "sync": "--steps 1",
     "objectives": "--steps 1 --seeds 0 --only titanic-dapo --flags '--groups 1 --eval-episodes 2'",
 }
