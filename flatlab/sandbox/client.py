@@ -166,12 +166,7 @@ class Sandbox:
         """
         keep = [KEEP_BYTES, KEEP_BYTES]
         reply, blob = self.call("run", command=command, timeout=timeout, keep=keep, idle=idle)
-        head = blob[: reply["head"]]
-        tail = blob[reply["head"] :]
-        gap = b""
-        if reply["dropped"]:
-            gap = f"\n[... {reply['dropped']} bytes left out ...]\n".encode()
-        return Result(reply["code"], plain_text(head + gap + tail), reply["stopped"])
+        return Result(reply["code"], plain_text(blob), reply["stopped"])
 
     def program(
         self,
@@ -183,7 +178,7 @@ class Sandbox:
     ) -> tuple[dict, bytes]:
         """Runs a program as root, or as the user of a sandbox without one.
 
-        keep: bytes of the head and of the tail of its stdout. limits: cpu, seconds of CPU time of
+        keep: bytes of the head and of the tail of its stdout; a line between them tells of others. limits: cpu, seconds of CPU time of
         all its processes; idle, see run. Returns the reply: code, stopped (see Result), dropped,
         and stderr (the last 8 kB of it, as text); and these bytes.
         """

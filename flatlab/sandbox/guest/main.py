@@ -72,13 +72,16 @@ class Output:
         room = self.most_head - len(self.head)
         self.head += chunk[:room]
         self.tail += chunk[room:]
-        if len(self.tail) > self.most_tail + (1 << 18):
-            self.cut()
-
-    def cut(self):
         surplus = max(0, len(self.tail) - self.most_tail)
         del self.tail[:surplus]
         self.dropped += surplus
+
+    def kept(self):
+        """The head, a line about what was dropped, if anything was, and the tail."""
+        gap = b""
+        if self.dropped:
+            gap = b"\n[... %d bytes left out ...]\n" % self.dropped
+        return bytes(self.head + gap + self.tail)
 
 
 class Runner:
@@ -258,17 +261,14 @@ class Runner:
         stopped = self.wait(pid, outputs, limit, cpu_limit, idle)
         if saved is not None and not self.take_state(saved):
             output.add(LOST)
-        output.cut()
-        errors.cut()
         code = self.exit_codes.pop(pid)
         reply = {
             "code": 137 if code is None else code,
             "stopped": stopped,
-            "head": len(output.head),
             "dropped": output.dropped,
             "stderr": errors.tail.decode("utf-8", "replace"),
         }
-        return reply, bytes(output.head + output.tail)
+        return reply, output.kept()
 
     def cpu_seconds(self):
         """CPU time of all processes of the sandbox but this one, also of those that have ended.
