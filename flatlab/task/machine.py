@@ -60,12 +60,12 @@ def open_sandbox(task: Task, options: SandboxOptions, seed: int = 0, **limits) -
     if is_container:
         prepared = prepared_image(task, image)
         if prepared != image:
-            mounted = task.public
+            mounted = task.fixed
             image = prepared
     else:
-        for path, file in task.public.items():
-            # A file that is mounted could not be removed, so an artefact is never mounted.
-            if file.stat().st_size > MOUNT_BYTES and not task.is_artefact(path):
+        # A file that is mounted could not be removed, so an artefact is never mounted.
+        for path, file in task.fixed.items():
+            if file.stat().st_size > MOUNT_BYTES:
                 mounted[path] = file
     try:
         box = Sandbox(
