@@ -121,7 +121,7 @@ def episode_facts(env, options) -> dict:
 
 def machine_facts(env, options) -> dict:
     """Facts for `limits` about an episode and its sandbox."""
-    software = software_of(env.sandbox)
+    python, packages, cores = software_of(env.sandbox)
     is_container = env.sandbox.backend.is_container
     spec = env.sandbox.spec
     return {
@@ -130,11 +130,11 @@ def machine_facts(env, options) -> dict:
         "minutes": options.episode_minutes,
         "memory_gb": spec.memory / 2**30,
         "is_container": is_container,
-        "cores": min(software.cores, spec.cpus) if is_container else software.cores,
+        "cores": min(cores, spec.cpus) if is_container else cores,
         "has_network": env.options.network,
-        "python": software.python,
-        "packages": [(n, software.packages[n]) for n in PACKAGES if n in software.packages],
-        "package_count": len(software.packages),
+        "python": python,
+        "packages": [(name, packages[name]) for name in PACKAGES if name in packages],
+        "package_count": len(packages),
     }
 
 
