@@ -28,25 +28,20 @@ def replace_workspace() -> None:
             is_fine &= not any(parent and not parent.isdir() for parent in parents)
             if not is_fine or path.split("/")[0] in ("", ".."):
                 raise ValueError(f"{path!a} is neither a plain file nor a folder")
-        for path in paths_below("."):
-            member = members.get(path)
-            is_folder = os.path.isdir(path) and not os.path.islink(path)
-            if not member or member.isdir() != is_folder or member.issym() != os.path.islink(path):
-                remove = os.rmdir if is_folder else os.unlink
-                remove(path)
+        for folder, folders, names in os.walk(".", topdown=False):
+            for name in names + folders:
+                path = os.path.normpath(os.path.join(folder, name))
+                member = members.get(path)
+                is_link = os.path.islink(path)
+                is_folder = os.path.isdir(path) and not is_link
+                if not member or member.isdir() != is_folder or member.issym() != is_link:
+                    remove = os.rmdir if is_folder else os.unlink
+                    remove(path)
         for path, member in members.items():
             if member.isdir():
                 os.makedirs(path, exist_ok=True)
             if member.isfile():
                 write(path, archive.extractfile(member).read(), member.mode)
-
-
-def paths_below(folder: str) -> list[str]:
-    """All paths below the folder, deepest first."""
-    paths = []
-    for place, folders, files in os.walk(folder, topdown=False):
-        paths += [os.path.normpath(os.path.join(place, name)) for name in files + folders]
-    return paths
 
 
 def write(path: str, data: bytes, mode: int) -> None:
