@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import tarfile
-from pathlib import PurePath
+from pathlib import Path
 
 ARCHIVE = "/flatlab.tar"
 REWARD = "/logs/verifier/reward"
@@ -21,7 +21,7 @@ def replace_workspace() -> None:
     with tarfile.open(ARCHIVE, "r:") as archive:
         members = {os.path.normpath(member.name): member for member in archive}
         for path, member in members.items():
-            parents = [members.get(str(parent)) for parent in PurePath(path).parents]
+            parents = [members.get(str(parent)) for parent in Path(path).parents]
             is_fine = member.isfile() or member.isdir()
             if member.issym() and os.path.islink(path):
                 is_fine = os.readlink(path) == member.linkname
@@ -45,24 +45,20 @@ def replace_workspace() -> None:
 
 
 def write(path: str, data: bytes, mode: int) -> None:
-    """Writes a file, unless it is there with this content and mode."""
-    if os.path.exists(path) and os.stat(path).st_mode & 0o7777 == mode:
-        with open(path, "rb") as file:
-            if file.read() == data:
-                return
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with open(path, "wb") as file:
-        file.write(data)
-    os.chmod(path, mode)
+    """Writes a file, unless it is there with this content, and sets its mode."""
+    file = Path(path)
+    if not file.exists() or file.read_bytes() != data:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data)
+    file.chmod(mode)
 
 
 def read_reward() -> float:
     """The reward of that name, or the first one. Raises OSError or ValueError if there is none."""
-    if not os.path.exists(f"{REWARD}.json"):
-        with open(f"{REWARD}.txt") as file:
-            return float(file.read())
-    with open(f"{REWARD}.json") as file:
-        rewards = json.load(file)
+    file = Path(f"{REWARD}.json")
+    if not file.exists():
+        return float(Path(f"{REWARD}.txt").read_text())
+    rewards = json.loads(file.read_text())
     return rewards.get("reward", next(iter(rewards.values()), None))
 
 
