@@ -121,8 +121,7 @@ class Runner:
                 self.files.own(name, at)
         for name, text in PROGRAMS.items():
             program = config.tools + "/" + name
-            with open(program, "w") as file:
-                file.write("#!/bin/sh\n" + text + "\n")
+            isolate.write(program, f"#!/bin/sh\n{text}\n")
             os.chmod(program, 0o755)
         if config.isolation == "landlock":
             self.landlock_rules = isolate.make_landlock_rules(config)
@@ -220,10 +219,8 @@ class Runner:
     def execute(self, argv, env, user, fds):
         """In the child: a session, user and folder of its own, then the command."""
         os.setsid()
-        with suppress(OSError):
-            fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
-            os.write(fd, b"1000")  # if memory is short, a command is killed before this process
-            os.close(fd)
+        with suppress(OSError):  # if memory is short, a command is killed before this process
+            isolate.write("/proc/self/oom_score_adj", "1000")
         # First out of the way of the targets.
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 200) for fd in fds]
         for fd, target in zip(high, SHELL_FDS):
