@@ -166,12 +166,7 @@ class Sandbox:
         """
         keep = [KEEP_BYTES, KEEP_BYTES]
         reply, blob = self.call("run", command=command, timeout=timeout, keep=keep, idle=idle)
-        head = blob[: reply["head"]]
-        tail = blob[reply["head"] :]
-        gap = b""
-        if reply["dropped"]:
-            gap = f"\n[... {reply['dropped']} bytes left out ...]\n".encode()
-        return Result(reply["code"], plain_text(head + gap + tail), reply["stopped"])
+        return Result(reply["code"], plain_text(blob), reply["stopped"])
 
     def program(
         self,
@@ -185,13 +180,16 @@ class Sandbox:
 
         keep: bytes of the head and of the tail of its stdout. limits: cpu, seconds of CPU time of
         all its processes; idle, see run. Returns the reply: code, stopped (see Result), dropped,
-        and stderr (the last 8 kB of it, as text); and these bytes.
+        and stderr (the last 8 kB of it, as text); and these bytes, with a line between them if some
+        were dropped.
         """
         fields = {"command": argv, "timeout": timeout, "keep": keep, "user": "root"}
         return self.call("run", stdin, **fields, **limits)
 
-    def put(self, files: dict[str, bytes | Path], user: str = "agent", mode: int = 0o644) -> None:
-        """Writes files with paths relative to the workspace, owned by "agent" or "root"."""
+    def put(self, files: dict[str, bytes | Path], user: str = "agent") -> None:
+        """Writes files with paths relative to the workspace, owned by "agent" or "root". Only root
+        can read those of root.
+        """
         sizes = []
         data = bytearray()
         for path, source in files.items():
@@ -199,10 +197,10 @@ class Sandbox:
             sizes.append([path, len(content)])
             data += content
             if len(data) > PUT_BYTES:
-                self.call("put", data, files=sizes, user=user, mode=mode)
+                self.call("put", data, files=sizes, user=user)
                 sizes = []
                 data = bytearray()
-        self.call("put", data, files=sizes, user=user, mode=mode)
+        self.call("put", data, files=sizes, user=user)
 
     def remove(self, paths: list[str]) -> None:
         """Removes files and folders of the workspace, whatever their permissions are."""

@@ -156,8 +156,7 @@ def docker_api():
     """
     import docker
 
-    where = docker.utils.kwargs_from_env()
-    api = docker.APIClient(**where, version="auto", timeout=5, max_pool_size=64)
+    api = docker.from_env(timeout=5, max_pool_size=64).api
     api.timeout = 120
     ours = {"label": "flatlab.owner", "until": LEFTOVER}
     with suppress(docker.errors.APIError):  # another process does the same right now

@@ -21,14 +21,14 @@ found_images: dict[tuple, str] = {}  # saves reading the files and asking the da
 
 
 def prepared_image(task, image: str) -> str:
-    """An image with the task's public files in it, or `image` itself if they are small.
+    """An image with the task's fixed files in it, or `image` itself if they are small.
 
     It is made once and found later; older ones of the task are removed. Raises UserError if the
     image lacks packages that the task requires, and SandboxFault if Docker cannot make it.
     """
     from docker.errors import DockerException
 
-    asked = (task.name, image, str(task.public), str(task.requirements))
+    asked = (task.name, image, str(task.fixed), str(task.requirements))
     with building:
         if asked not in found_images:
             try:
@@ -40,7 +40,7 @@ def prepared_image(task, image: str) -> str:
 
 def find_image(task, image: str) -> str:
     """See prepared_image."""
-    sources = [*task.public.values()]
+    sources = [*task.fixed.values()]
     if not task.requirements and sum(path.stat().st_size for path in sources) <= BAKE_BYTES:
         return image
     api = docker_api()
@@ -49,13 +49,13 @@ def find_image(task, image: str) -> str:
         sources.append(task.requirements)
         tag = package_tag(task, image)
         base = tag if api.images(tag) else image
-    key = content_key(api.inspect_image(base)["Id"], *task.public, *sources)
+    key = content_key(api.inspect_image(base)["Id"], *task.fixed, *sources)
     name = f"{repository_name(task.name)}:{key}"
     if not api.images(name):
         with closing(Sandbox("docker", image=base, disk=MOST_BYTES)) as box:
             if task.requirements and base == image:
                 check_requirements(box, task)
-            box.put(task.public)
+            box.put(task.fixed)
             commit(box, name)
         remove_others(name)
     return name

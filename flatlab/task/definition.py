@@ -127,9 +127,14 @@ class Task:
                 return True
         return False
 
+    @property
+    def fixed(self) -> dict[str, Path]:
+        """The public files that an agent cannot hand in."""
+        return {path: file for path, file in self.public.items() if not self.is_artefact(path)}
+
     def grading_files(self, artefacts: dict[str, bytes]) -> dict[str, bytes | Path]:
         """The grading workspace: the agent's artefacts, the host's version of everything else."""
-        files = {path: source for path, source in self.public.items() if not self.is_artefact(path)}
+        files = self.fixed
         for path, data in artefacts.items():
             if path in self.imported:
                 files[path] = PROXY

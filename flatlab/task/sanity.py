@@ -112,9 +112,7 @@ def csv_rules(*files: Path) -> Iterator[tuple[str, str]]:
         seen = inputs[: len(train)]
         tree.fit(seen, truth)
         new = inputs[len(train) :]
-        fit = tree.score(seen, truth)
-        if fit == fit:  # NaN if there is a single row
-            found.setdefault(fit, (name, tree.predict(new)))
+        found.setdefault(tree.score(seen, truth), (name, tree.predict(new)))
     if found:
         name, values = found[max(found)]
         yield f"by {name} alone", submission(values)

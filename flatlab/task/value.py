@@ -23,10 +23,9 @@ def unit(task) -> float:
 
     |reference - baseline|, or |baseline| without a reference, or 1 if that is 0.
     """
-    size = abs(task.baseline)
-    if task.reference is not None:
-        size = abs(task.reference - task.baseline)
-    return (size or 1.0) if task.higher_is_better else -(size or 1.0)
+    width = task.baseline if task.reference is None else task.reference - task.baseline
+    size = abs(width) or 1.0
+    return size if task.higher_is_better else -size
 
 
 def improvement(score: float, task) -> float:

@@ -102,26 +102,21 @@ def episode_facts(env, options) -> dict:
     """Facts for the system message and the first message. Waits for the sandbox."""
     task = env.task
     listing = env.sandbox.call("listing", most=LISTED_FILES)[0]
-    facts = {
-        "task": task,
+    return machine_facts(env, options) | {
         "workspace": env.sandbox.workspace,
         "artefact": "the workspace" if task.collect else " and ".join(task.artefacts),
         "ends_at_score": env.ends_at_score,
-        "has_network": env.options.network,
         "files": [
             {"path": visible(path), "size": size, "lines": first_lines(task, path, size)}
             for path, size in listing["files"]
         ],
         "more_files": listing["count"] - len(listing["files"]),
     }
-    if "limits" in load_prompts(options.prompts).uses["first_message"]:
-        facts |= machine_facts(env, options)
-    return facts
 
 
 def machine_facts(env, options) -> dict:
     """Facts for `limits` about an episode and its sandbox."""
-    software = software_of(env.sandbox)
+    python, packages, cores = software_of(env.sandbox)
     is_container = env.sandbox.backend.is_container
     spec = env.sandbox.spec
     return {
@@ -130,11 +125,11 @@ def machine_facts(env, options) -> dict:
         "minutes": options.episode_minutes,
         "memory_gb": spec.memory / 2**30,
         "is_container": is_container,
-        "cores": min(software.cores, spec.cpus) if is_container else software.cores,
+        "cores": min(cores, spec.cpus) if is_container else cores,
         "has_network": env.options.network,
-        "python": software.python,
-        "packages": [(n, software.packages[n]) for n in PACKAGES if n in software.packages],
-        "package_count": len(software.packages),
+        "python": python,
+        "packages": [(name, packages[name]) for name in PACKAGES if name in packages],
+        "package_count": len(packages),
     }
 
 
@@ -181,7 +176,7 @@ def first_messages(env, options, facts: dict, policy=None) -> tuple[str, str]:
         {"files": [], "more_files": more_files},
     ):
         facts = facts | less
-        limits = prompts.fill("limits", **facts) if "python" in facts else ""
+        limits = prompts.fill("limits", **facts)
         first = prompts.fill("first_message", limits=limits, **facts)
         tokens = len(policy.encode(system) + policy.encode(first)) if policy else 0
         if not policy or tokens <= SHARE * policy.context:

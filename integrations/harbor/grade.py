@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import tarfile
-from pathlib import PurePath
+from pathlib import Path
 
 ARCHIVE = "/flatlab.tar"
 REWARD = "/logs/verifier/reward"
@@ -21,19 +21,22 @@ def replace_workspace() -> None:
     with tarfile.open(ARCHIVE, "r:") as archive:
         members = {os.path.normpath(member.name): member for member in archive}
         for path, member in members.items():
-            parents = [members.get(str(parent)) for parent in PurePath(path).parents]
+            parents = [members.get(str(parent)) for parent in Path(path).parents]
             is_fine = member.isfile() or member.isdir()
             if member.issym() and os.path.islink(path):
                 is_fine = os.readlink(path) == member.linkname
             is_fine &= not any(parent and not parent.isdir() for parent in parents)
             if not is_fine or path.split("/")[0] in ("", ".."):
                 raise ValueError(f"{path!a} is neither a plain file nor a folder")
-        for path in paths_below("."):
-            member = members.get(path)
-            is_folder = os.path.isdir(path) and not os.path.islink(path)
-            if not member or member.isdir() != is_folder or member.issym() != os.path.islink(path):
-                remove = os.rmdir if is_folder else os.unlink
-                remove(path)
+        for folder, folders, names in os.walk(".", topdown=False):
+            for name in names + folders:
+                path = os.path.normpath(os.path.join(folder, name))
+                member = members.get(path)
+                is_link = os.path.islink(path)
+                is_folder = os.path.isdir(path) and not is_link
+                if not member or member.isdir() != is_folder or member.issym() != is_link:
+                    remove = os.rmdir if is_folder else os.unlink
+                    remove(path)
         for path, member in members.items():
             if member.isdir():
                 os.makedirs(path, exist_ok=True)
@@ -41,33 +44,21 @@ def replace_workspace() -> None:
                 write(path, archive.extractfile(member).read(), member.mode)
 
 
-def paths_below(folder: str) -> list[str]:
-    """All paths below the folder, deepest first."""
-    paths = []
-    for place, folders, files in os.walk(folder, topdown=False):
-        paths += [os.path.normpath(os.path.join(place, name)) for name in files + folders]
-    return paths
-
-
 def write(path: str, data: bytes, mode: int) -> None:
-    """Writes a file, unless it is there with this content and mode."""
-    if os.path.exists(path) and os.stat(path).st_mode & 0o7777 == mode:
-        with open(path, "rb") as file:
-            if file.read() == data:
-                return
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with open(path, "wb") as file:
-        file.write(data)
-    os.chmod(path, mode)
+    """Writes a file, unless it is there with this content, and sets its mode."""
+    file = Path(path)
+    if not file.exists() or file.read_bytes() != data:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data)
+    file.chmod(mode)
 
 
 def read_reward() -> float:
     """The reward of that name, or the first one. Raises OSError or ValueError if there is none."""
-    if not os.path.exists(f"{REWARD}.json"):
-        with open(f"{REWARD}.txt") as file:
-            return float(file.read())
-    with open(f"{REWARD}.json") as file:
-        rewards = json.load(file)
+    file = Path(f"{REWARD}.json")
+    if not file.exists():
+        return float(Path(f"{REWARD}.txt").read_text())
+    rewards = json.loads(file.read_text())
     return rewards.get("reward", next(iter(rewards.values()), None))
 
 

@@ -20,14 +20,17 @@ class Files:
         self.begin = time.time()
         self.home = os.open(os.path.dirname(config.workspace), os.O_RDONLY | os.O_DIRECTORY)
 
-    def descend(self, path, make=False, user="agent"):
-        """(fd of the folder, last name) of a path in the workspace. Follows no link on the way."""
+    def descend(self, path, user=None):
+        """(fd of the folder, last name) of a path in the workspace. Follows no link on the way.
+
+        Makes folders that are missing if there is a `user` to own them.
+        """
         names = [self.name] + path.split("/")
         if any(name in ("", ".", "..") or "\0" in name for name in names):
             raise ValueError("is not a path in the workspace")
         at = os.dup(self.home)
         for name in names[:-1]:
-            if make:
+            if user:
                 with suppress(FileExistsError):
                     os.mkdir(name, 0o755, dir_fd=at)
                     self.own(name, at, user)
@@ -43,15 +46,16 @@ class Files:
             uid, gid = (self.config.uid, self.config.gid) if user == "agent" else (0, 0)
             os.chown(name, uid, gid, dir_fd=at, follow_symlinks=False)
 
-    def put(self, blob, files, user, mode):
+    def put(self, blob, files, user):
         """Writes files, [[path, size], ...], whose contents follow each other in blob.
 
         Never writes through a link. The workspace and the files then belong to `user`.
         """
         self.own(self.name, self.home, user)
+        mode = 0o600 if user == "root" else 0o644
         view = memoryview(blob)
         for path, size in files:
-            at, name = self.descend(path, make=True, user=user)
+            at, name = self.descend(path, user)
             with suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=at)
             fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode, dir_fd=at)

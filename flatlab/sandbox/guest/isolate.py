@@ -38,8 +38,7 @@ PR_CAPBSET_DROP = 24
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
 DEVICES = ("null", "zero", "full", "random", "urandom")  # in /dev
-# Capabilities by number: chown, dac_override, fowner, kill, setgid, setuid.
-KEPT_CAPABILITIES = (0, 1, 3, 5, 6, 7)
+KEPT_CAPABILITIES = 0xEB  # chown, dac_override, fowner, kill, setgid, setuid: bits 0, 1, 3, 5, 6, 7
 
 
 def libc(name, *args):
@@ -56,6 +55,11 @@ def libc(name, *args):
         code = ctypes.get_errno()
         raise OSError(code, f"{name}: {os.strerror(code)}")
     return result
+
+
+def write(path, text):
+    with open(path, "w") as file:
+        file.write(text)
 
 
 def isolate(config):
@@ -113,8 +117,7 @@ def enter_namespaces(config):
             os.close(ready)
             os.read(wait, 1)
             for name, text in maps.items():
-                with open(f"/proc/{parent}/{name}", "w") as file:
-                    file.write(text)
+                write(f"/proc/{parent}/{name}", text)
             os._exit(0)
         finally:
             os._exit(1)
@@ -156,8 +159,7 @@ def build_root(config):
     if not config.network:
         with socket.socket() as loopback:  # SIOCSIFFLAGS: up and running
             fcntl.ioctl(loopback, 0x8914, struct.pack("16sh14x", b"lo", 0x41))
-    with open("/proc/sys/user/max_user_namespaces", "w") as file:
-        file.write("0")  # no namespaces inside of this one
+    write("/proc/sys/user/max_user_namespaces", "0")  # no namespaces inside of this one
 
 
 def show(target, source):
@@ -183,8 +185,7 @@ def write_etc(config, home):
         "hosts": "127.0.0.1 localhost sandbox\n",
     }
     for name, text in texts.items():
-        with open("/etc/" + name, "w") as file:
-            file.write(text)
+        write("/etc/" + name, text)
 
 
 # -------------------------------------------------------------------------------------- Landlock
@@ -227,9 +228,7 @@ def seal(config):
         set_mount_attributes("/", READ_ONLY, 0)
     if config.isolation != "docker":  # Docker has done this part
         # A root process that hands commands to another user keeps what that needs.
-        keep = 0
-        if os.geteuid() == 0 and config.uid:
-            keep = sum(1 << number for number in KEPT_CAPABILITIES)
+        keep = KEPT_CAPABILITIES if os.geteuid() == 0 and config.uid else 0
         for number in range(64):
             if not keep >> number & 1:
                 LIBC.prctl(PR_CAPBSET_DROP, number, 0, 0, 0)

@@ -72,13 +72,16 @@ class Output:
         room = self.most_head - len(self.head)
         self.head += chunk[:room]
         self.tail += chunk[room:]
-        if len(self.tail) > self.most_tail + (1 << 18):
-            self.cut()
-
-    def cut(self):
         surplus = max(0, len(self.tail) - self.most_tail)
         del self.tail[:surplus]
         self.dropped += surplus
+
+    def kept(self):
+        """The head, a line about what was dropped, if anything was, and the tail."""
+        gap = b""
+        if self.dropped:
+            gap = b"\n[... %d bytes left out ...]\n" % self.dropped
+        return bytes(self.head + gap + self.tail)
 
 
 class Runner:
@@ -118,8 +121,7 @@ class Runner:
                 self.files.own(name, at)
         for name, text in PROGRAMS.items():
             program = config.tools + "/" + name
-            with open(program, "w") as file:
-                file.write("#!/bin/sh\n" + text + "\n")
+            isolate.write(program, f"#!/bin/sh\n{text}\n")
             os.chmod(program, 0o755)
         if config.isolation == "landlock":
             self.landlock_rules = isolate.make_landlock_rules(config)
@@ -217,10 +219,8 @@ class Runner:
     def execute(self, argv, env, user, fds):
         """In the child: a session, user and folder of its own, then the command."""
         os.setsid()
-        with suppress(OSError):
-            fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
-            os.write(fd, b"1000")  # if memory is short, a command is killed before this process
-            os.close(fd)
+        with suppress(OSError):  # if memory is short, a command is killed before this process
+            isolate.write("/proc/self/oom_score_adj", "1000")
         # First out of the way of the targets.
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 200) for fd in fds]
         for fd, target in zip(high, SHELL_FDS):
@@ -258,17 +258,14 @@ class Runner:
         stopped = self.wait(pid, outputs, limit, cpu_limit, idle)
         if saved is not None and not self.take_state(saved):
             output.add(LOST)
-        output.cut()
-        errors.cut()
         code = self.exit_codes.pop(pid)
         reply = {
             "code": 137 if code is None else code,
             "stopped": stopped,
-            "head": len(output.head),
             "dropped": output.dropped,
             "stderr": errors.tail.decode("utf-8", "replace"),
         }
-        return reply, bytes(output.head + output.tail)
+        return reply, output.kept()
 
     def cpu_seconds(self):
         """CPU time of all processes of the sandbox but this one, also of those that have ended.
@@ -394,13 +391,15 @@ class Runner:
             self.leave()
         return data
 
-    def answer(self, calls):
-        """Reads one request and answers it."""
+    def answer(self):
+        """Reads one request, which names a method of this class or of Files, and answers it."""
         sizes = struct.unpack(">II", self.receive(8))
         request = json.loads(self.receive(sizes[0]))
         data = self.receive(sizes[1])
+        name = request.pop("call")
+        box = self if hasattr(self, name) else self.files
         try:
-            reply, data = calls[request.pop("call")](data, **request)
+            reply, data = getattr(box, name)(data, **request)
         except OSError as error:
             reply, data = {"error": MESSAGES.get(error.errno) or error.strerror}, b""
         except (ValueError, RuntimeError) as error:  # RecursionError, too
@@ -412,10 +411,6 @@ class Runner:
 
     def serve(self):
         """Answers requests, one at a time, until the owner is gone."""
-        box = self.files
-        handlers = [self.run, self.sweep, self.state, box.put, box.get, box.listing]
-        handlers += [box.writable, box.written, box.prune]
-        calls = {handler.__name__: handler for handler in handlers}
         while True:
             poll = select.poll()
             for fd in [self.requests, self.wake, *self.strays]:
@@ -423,7 +418,7 @@ class Runner:
             ready = [fd for fd, _ in poll.poll()]
             self.drain(ready)
             if self.requests.fileno() in ready:
-                self.answer(calls)
+                self.answer()
 
 
 def descendants():
@@ -464,6 +459,7 @@ def main(config):
             runner.set_up()
         except OSError as error:  # no isolation
             problem = {"error": error.strerror or str(error)}
-            runner.answer({"state": lambda blob: (problem, b"")})
+            runner.state = lambda blob: (problem, b"")
+            runner.answer()
         else:
             runner.serve()
