@@ -391,15 +391,13 @@ class Runner:
             self.leave()
         return data
 
-    def answer(self):
-        """Reads one request, which names a method of this class or of Files, and answers it."""
+    def answer(self, calls):
+        """Reads one request and answers it."""
         sizes = struct.unpack(">II", self.receive(8))
         request = json.loads(self.receive(sizes[0]))
         data = self.receive(sizes[1])
-        name = request.pop("call")
-        box = self if hasattr(self, name) else self.files
         try:
-            reply, data = getattr(box, name)(data, **request)
+            reply, data = calls[request.pop("call")](data, **request)
         except OSError as error:
             reply, data = {"error": MESSAGES.get(error.errno) or error.strerror}, b""
         except (ValueError, RuntimeError) as error:  # RecursionError, too
@@ -411,6 +409,10 @@ class Runner:
 
     def serve(self):
         """Answers requests, one at a time, until the owner is gone."""
+        box = self.files
+        handlers = [self.run, self.sweep, self.state, box.put, box.get, box.listing]
+        handlers += [box.writable, box.written, box.prune]
+        calls = {handler.__name__: handler for handler in handlers}
         while True:
             poll = select.poll()
             for fd in [self.requests, self.wake, *self.strays]:
@@ -418,7 +420,7 @@ class Runner:
             ready = [fd for fd, _ in poll.poll()]
             self.drain(ready)
             if self.requests.fileno() in ready:
-                self.answer()
+                self.answer(calls)
 
 
 def descendants():
@@ -459,7 +461,6 @@ def main(config):
             runner.set_up()
         except OSError as error:  # no isolation
             problem = {"error": error.strerror or str(error)}
-            runner.state = lambda blob: (problem, b"")
-            runner.answer()
+            runner.answer({"state": lambda blob: (problem, b"")})
         else:
             runner.serve()
