@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import AutoConfig, LlamaConfig
 
 import env
@@ -301,6 +302,38 @@ def test_demonstrations_are_scored_can_be_imitated_and_have_the_texts_of_an_epis
     played = asyncio.run(play_once(env.Env(task, LOCAL), FakePolicy("hm"), **options))
     read = {(e["system"], e["prompt"], e["turns"][0]["note"]) for e in episodes}
     assert read == {(played.system, played.prompt, played.turns[0]["note"])}
+
+
+def test_layers_of_peft_keep_no_copies_in_fp32(monkeypatch):
+    """Those that gpu_check compares with ours: the update would not fit into a GPU."""
+    monkeypatch.setattr(gpu_check, "DTYPE", "bfloat16")
+    trainer = gpu_check.bare_trainer()
+    batch = gpu_check.group_of(trainer, [5, 9])
+    ours = gpu_check.one_update(trainer, batch)
+    gpu_check.use_peft(trainer)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        theirs = gpu_check.one_update(trainer, batch)
+    assert (ours[1] - theirs[1]).norm() < 0.1 * ours[1].norm()
+    sizes = {x.shape[-1] for x in kept if x.dtype == torch.float32 and x.dim() > 1}
+    assert trainer.model.config.intermediate_size not in sizes
+
+
+@pytest.mark.slow
+def test_compiled_layers_share_their_code(monkeypatch):
+    """Otherwise each would be compiled for itself, and from the ninth on none."""
+    monkeypatch.setattr(torch._dynamo.config, "disable", False)
+    trainer = gpu_check.bare_trainer()
+    batch = gpu_check.group_of(trainer, [5, 9])
+    trainer.recompute_layers(4)  # from then on the input of the first one has a gradient, too
+    gpu_check.compile_layers(trainer)
+    graphs = []
+    for layer in trainer.model.get_base_model().model.layers:
+        layer.compile(dynamic=True, backend="aot_eager")
+        gpu_check.one_update(trainer, batch)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0
+    assert len(set(graphs)) == 1
 
 
 @pytest.mark.slow

@@ -513,8 +513,7 @@ def update_4b(model: str, way: str = "one product a layer") -> list:
         unequal.append(group_of(trainer, lengths))
     tokens = len(equal[0][0]) + (EPISODES - 1) * own  # of the packed row
     if way == "peft's layers":
-        for layer in trainer.adapter_layers:
-            del layer.forward
+        use_peft(trainer)
     elif way == "compiled layers":
         compile_layers(trainer)
     element_size = trainer.model.dtype.itemsize
@@ -551,6 +550,20 @@ def update_4b(model: str, way: str = "one product a layer") -> list:
     _, padded = median_update(trainer, [equal] * 3)
     note = f"{padded / seconds:.2f} x; {apart_text(packed, one_update(trainer, equal))}"
     return [*rows, ("padded rows", f"{padded:.3f} s", note)]
+
+
+def use_peft(trainer) -> None:
+    """Computes with peft's own layers in autocast, without which they would be in fp32 and keep an
+    fp32 copy of each input.
+    """
+    import torch
+
+    for layer in trainer.adapter_layers:
+        del layer.forward
+        layer.cast_input_dtype_enabled = False
+    is_half = trainer.model.dtype == torch.bfloat16
+    autocast = torch.autocast(trainer.model.device.type, torch.bfloat16, enabled=is_half)
+    trainer.hidden_states = autocast(trainer.hidden_states)
 
 
 def compile_layers(trainer) -> None:
