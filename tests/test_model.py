@@ -5,6 +5,7 @@ and of what tools/ offers: a pretrained model, demonstrations and the check of a
 import asyncio
 import os
 import re
+import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -343,12 +344,14 @@ def test_the_check_of_a_gpu_runs_here(tmp_path):
     another setting.
     """
     parts = "parity decode-folded decode-vllm-lora sync update-4b update-4b-compiled budget ahead"
-    parts = [*parts.split(), "training", "start"]
+    parts = [*parts.split(), "own-base", "training", "start"]
     check = PROJECT / "tools/gpu_check.py"
-    done = python(check, "--dtype", "bfloat16", "--parts", *parts, "own-base", cwd=tmp_path)
+    shutil.copytree(PROJECT / "configs/tiny", tmp_path / "model")
+    options = ["--dtype", "bfloat16", "--model", "model"]
+    done = python(check, *options, "--parts", *parts, "shared-base", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     table = (tmp_path / "logs/gpu-check/table.md").read_text()
     assert "| failed |" not in table, table
     for part in parts:
         assert f"\n| {part} |" in table
-    assert "| own-base | base weights | skipped | needs a GPU |" in table
+    assert "| shared-base | base weights | skipped | needs a GPU |" in table
