@@ -859,9 +859,7 @@ def run_part(name: str, model: str, dtype: str | None) -> list:
     if dtype:
         command += ["--dtype", dtype]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=60 * MINUTES
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60 * MINUTES)
     except subprocess.TimeoutExpired:
         return [(name, "failed", f"took longer than {MINUTES:g} minutes")]
     if done.returncode:
