@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -394,6 +395,23 @@ def test_log_probs_of_capped_logits_and_their_gradients(dtype, atol, error):
     (*values, gradient), (*expected, exact) = results
     assert all_close(values, expected, atol)
     assert (gradient - exact).norm() < error * exact.norm()
+
+
+@pytest.mark.parametrize(
+    "family, options, is_one_call",
+    [
+        ("qwen3", {}, True),
+        ("gpt2", {}, True),
+        ("qwen3", {"head_dim": 20}, False),
+        ("deepseek_v3", {}, False),  # values have smaller heads than keys
+    ],
+)
+def test_attention_is_one_call_where_its_kernel_takes_the_heads(family, options, is_one_call):
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(family, **options)
+    model = SimpleNamespace(config=config, dtype=torch.bfloat16, device=torch.device("cuda"))
+    assert packing.has_varlen(model) == is_one_call
 
 
 @pytest.mark.parametrize("window", [None, 4])
