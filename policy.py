@@ -29,8 +29,8 @@ import re
 import sys
 import warnings
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from types import MethodType
 
 from flatlab import options
 from flatlab.errors import UserError
@@ -405,7 +405,7 @@ class Trainer:
         self.model.eval()  # no dropout: trainer and engine compute the same function
         self.adapter_layers = [m for m in self.model.modules() if isinstance(m, LoraLayer)]
         for layer in self.adapter_layers:
-            layer.forward = partial(lora_forward, layer)
+            layer.forward = MethodType(lora_forward, layer)
         self.packs = can_pack(self.model)
         self.uses_varlen = self.packs and has_varlen(base)
         if self.packs:

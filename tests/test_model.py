@@ -5,6 +5,7 @@ and of what tools/ offers: a pretrained model, demonstrations and the check of a
 import asyncio
 import os
 import re
+import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import AutoConfig, LlamaConfig
 
 import env
@@ -303,6 +305,38 @@ def test_demonstrations_are_scored_can_be_imitated_and_have_the_texts_of_an_epis
     assert read == {(played.system, played.prompt, played.turns[0]["note"])}
 
 
+def test_layers_of_peft_keep_no_copies_in_fp32(monkeypatch):
+    """Those that gpu_check compares with ours: the update would not fit into a GPU."""
+    monkeypatch.setattr(gpu_check, "DTYPE", "bfloat16")
+    trainer = gpu_check.bare_trainer()
+    batch = gpu_check.group_of(trainer, [5, 9])
+    ours = gpu_check.one_update(trainer, batch)
+    gpu_check.use_peft(trainer)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        theirs = gpu_check.one_update(trainer, batch)
+    assert (ours[1] - theirs[1]).norm() < 0.1 * ours[1].norm()
+    sizes = {x.shape[-1] for x in kept if x.dtype == torch.float32 and x.dim() > 1}
+    assert trainer.model.config.intermediate_size not in sizes
+
+
+@pytest.mark.slow
+def test_compiled_layers_share_their_code(monkeypatch):
+    """Otherwise each would be compiled for itself, and from the ninth on none."""
+    monkeypatch.setattr(torch._dynamo.config, "disable", False)
+    trainer = gpu_check.bare_trainer()
+    batch = gpu_check.group_of(trainer, [5, 9])
+    trainer.recompute_layers(4)  # from then on the input of the first one has a gradient, too
+    gpu_check.compile_layers(trainer)
+    graphs = []
+    for layer in trainer.model.get_base_model().model.layers:
+        layer.compile(dynamic=True, backend="aot_eager")
+        gpu_check.one_update(trainer, batch)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0
+    assert len(set(graphs)) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="takes long on a GPU: run it by itself")
 def test_the_check_of_a_gpu_runs_here(tmp_path):
@@ -310,12 +344,14 @@ def test_the_check_of_a_gpu_runs_here(tmp_path):
     another setting.
     """
     parts = "parity decode-folded decode-vllm-lora sync update-4b update-4b-compiled budget ahead"
-    parts = [*parts.split(), "training", "start"]
+    parts = [*parts.split(), "own-base", "training", "start"]
     check = PROJECT / "tools/gpu_check.py"
-    done = python(check, "--dtype", "bfloat16", "--parts", *parts, "own-base", cwd=tmp_path)
+    shutil.copytree(PROJECT / "configs/tiny", tmp_path / "model")
+    options = ["--dtype", "bfloat16", "--model", "model"]
+    done = python(check, *options, "--parts", *parts, "shared-base", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     table = (tmp_path / "logs/gpu-check/table.md").read_text()
     assert "| failed |" not in table, table
     for part in parts:
         assert f"\n| {part} |" in table
-    assert "| own-base | base weights | skipped | needs a GPU |" in table
+    assert "| shared-base | base weights | skipped | needs a GPU |" in table

@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -278,22 +279,32 @@ COMMON = [
 ]
 
 
-def varlen_by_hand(q, k, v, ends_q, ends_k, *_, scale, window_size, enable_gqa):
-    """Stands in for varlen_attn of torch, which needs a GPU: a loop over the segments."""
+def varlen_by_hand(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size):
+    """Stands in for varlen_attn of torch 2.11, which needs a GPU: a loop over the segments."""
     assert window_size == (-1, 0)
+    assert (max_q, max_k) == (max(cu_seq_q.diff()), max(cu_seq_k.diff()))
     outputs = []
-    for a, b, c, d in zip(ends_q, ends_q[1:], ends_k, ends_k[1:]):
+    for a, b, c, d in zip(cu_seq_q, cu_seq_q[1:], cu_seq_k, cu_seq_k[1:]):
         mask = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - b + a)
         part = [x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d])]
         output = torch.nn.functional.scaled_dot_product_attention(
-            *part, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+            *part, attn_mask=mask, scale=scale, enable_gqa=True
         )
         outputs.append(output[0].transpose(0, 1))
     return torch.cat(outputs)
 
 
+def later_varlen_by_hand(*args, enable_gqa=False, **options):
+    """That of torch 2.13, which has to be told that heads share keys."""
+    assert enable_gqa
+    return varlen_by_hand(*args, **options)
+
+
+VARLEN = {"varlen": later_varlen_by_hand, "varlen, torch 2.11": varlen_by_hand}
+
+
 @pytest.mark.parametrize("batch", [BATCH, COMMON], ids=["different", "with a common prompt"])
-@pytest.mark.parametrize("way", ["packed", "padded", "varlen"])
+@pytest.mark.parametrize("way", ["packed", "padded", *VARLEN])
 @pytest.mark.parametrize("bonus", [0.0, 0.7], ids=["", "entropy learns"])
 def test_logprobs_are_those_of_a_forward_pass_per_sequence(policy, monkeypatch, batch, way, bonus):
     """Entropies and gradients, too; a common prompt is computed once."""
@@ -309,8 +320,8 @@ def test_logprobs_are_those_of_a_forward_pass_per_sequence(policy, monkeypatch, 
 
     randomise(policy)
     monkeypatch.setattr(policy, "packs", way != "padded")
-    monkeypatch.setattr(policy, "uses_varlen", way == "varlen")
-    monkeypatch.setattr(packing.varlen, "varlen_attn", varlen_by_hand)
+    monkeypatch.setattr(policy, "uses_varlen", way in VARLEN)
+    monkeypatch.setattr(packing.varlen, "varlen_attn", VARLEN.get(way))
     assert common_prompt(COMMON) == 39
     # four positions at a time
     monkeypatch.setattr(memory, "MOST_LOGITS", 4 * policy.model.config.vocab_size)
@@ -384,6 +395,23 @@ def test_log_probs_of_capped_logits_and_their_gradients(dtype, atol, error):
     (*values, gradient), (*expected, exact) = results
     assert all_close(values, expected, atol)
     assert (gradient - exact).norm() < error * exact.norm()
+
+
+@pytest.mark.parametrize(
+    "family, options, is_one_call",
+    [
+        ("qwen3", {}, True),
+        ("gpt2", {}, True),
+        ("qwen3", {"head_dim": 20}, False),
+        ("deepseek_v3", {}, False),  # values have smaller heads than keys
+    ],
+)
+def test_attention_is_one_call_where_its_kernel_takes_the_heads(family, options, is_one_call):
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(family, **options)
+    model = SimpleNamespace(config=config, dtype=torch.bfloat16, device=torch.device("cuda"))
+    assert packing.has_varlen(model) == is_one_call
 
 
 @pytest.mark.parametrize("window", [None, 4])

@@ -51,6 +51,10 @@ SHAPES = {
     "Qwen/Qwen3-8B": (4096, 36, 32, 12288, False),
 }
 GIB_PER_GB = 22.2 / 24  # what an A10G shows
+LAYERS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
+LORA = {"r": 32, "lora_alpha": 64, "target_modules": LAYERS}
+# vLLM in the process of a part, where the profiler sees it
+ALONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "CRITICAL"}
 
 
 @dataclass
@@ -322,47 +326,53 @@ def decode_folded(model: str) -> list:
 
 def decode_plain(model: str) -> list:
     """The same without an adapter: the bound."""
-    policy = make_policy(model, trains=False)
-    prompts = prompts_of(policy)
-    engine = other_engine(policy)
+    engine, prompts = other_engine(model)
     return [decode_row("without an adapter", engine, prompts)]
 
 
 def decode_vllm_lora(model: str) -> list:
     """The same with vLLM's own LoRA, which reads the adapter from files."""
+    from transformers import AutoModelForCausalLM
     from vllm.lora.request import LoRARequest
 
-    policy = make_policy(model, lora_rank=32)
-    prompts = prompts_of(policy)
-    folder = FOLDER / "adapter"
+    from policy import Trainer, resolve_model
+
+    base = AutoModelForCausalLM.from_pretrained(resolve_model(model).base)
+    folder = FOLDER.absolute() / "adapter"
     folder.mkdir(parents=True, exist_ok=True)
-    policy.save(folder)
-    engine = other_engine(policy, enable_lora=True, max_lora_rank=32, max_loras=1)
-    adapter = LoRARequest("adapter", 1, str(folder.resolve()))
+    Trainer(base, dict(LORA), 1.0).save(folder)
+    engine, prompts = other_engine(model, enable_lora=True, max_lora_rank=32, max_loras=1)
+    adapter = LoRARequest("adapter", 1, str(folder))
     return [decode_row("vLLM's own LoRA, rank 32", engine, prompts, adapter=adapter)]
 
 
-def other_engine(policy, **lora):
-    """Closes the engine of the policy, and starts vLLM without our linear method."""
+def other_engine(model: str, **lora) -> tuple:
+    """vLLM without our linear method, and prompts for it."""
+    import torch
+    from transformers import AutoConfig
     from vllm import EngineArgs, LLMEngine
 
-    from policy import cpu_engine_options, gpu_engine_options
+    from flatlab.model import memory
+    from flatlab.model.chat import ChatTokens
+    from policy import cpu_engine_options, gpu_engine_options, resolve_model
 
     options = gpu_engine_options(REQUESTS) if has_gpu() else cpu_engine_options(2048)
+    base = resolve_model(model).base
+    config = AutoConfig.from_pretrained(base)
+    dtype = getattr(torch, DTYPE or ("bfloat16" if has_gpu() else "float32"))
     arguments = EngineArgs(
-        model=policy.path.base,
-        dtype=policy.dtype,
+        model=base,
+        dtype=dtype,
         hf_overrides={"head_dtype": "float32"},
         max_model_len=2048,
         max_num_seqs=REQUESTS,
-        kv_cache_memory_bytes=policy.engine.vllm_config.cache_config.kv_cache_memory_bytes,
+        kv_cache_memory_bytes=memory.cache_bytes(config, dtype.itemsize, 2048, REQUESTS),
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
         **options,
         **lora,
     )
-    policy.close()
-    return LLMEngine.from_engine_args(arguments)
+    return LLMEngine.from_engine_args(arguments), prompts_of(ChatTokens(base))
 
 
 def decode_row(what: str, engine, prompts: list, logprobs=0, adapter=None) -> tuple:
@@ -429,10 +439,13 @@ def own_base(model: str) -> list:
 
 
 def base_weights(model: str, share_base: bool) -> list:
-    if not has_gpu():
+    from policy import Policy
+
+    if share_base and not has_gpu():
         return [("base weights", "skipped", "needs a GPU")]
     before = allocated()
-    policy = make_policy(model, share_base=share_base)
+    Policy.share_base = share_base
+    policy = make_policy(model)
     used = allocated() - before
     if policy.shares_base != share_base:
         raise UserError("The engine's base weights cannot be shared.")
@@ -455,8 +468,7 @@ def bare_trainer():
     with torch.device("cuda" if has_gpu() else "cpu"):
         dtype = torch.bfloat16 if half else torch.float32
         base = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    names = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
-    trainer = Trainer(base, {"r": 32, "lora_alpha": 64, "target_modules": names}, 1.0)
+    trainer = Trainer(base, dict(LORA), 1.0)
     move_adapter(trainer, 1e-2)
     return trainer
 
@@ -513,8 +525,7 @@ def update_4b(model: str, way: str = "one product a layer") -> list:
         unequal.append(group_of(trainer, lengths))
     tokens = len(equal[0][0]) + (EPISODES - 1) * own  # of the packed row
     if way == "peft's layers":
-        for layer in trainer.adapter_layers:
-            del layer.forward
+        use_peft(trainer)
     elif way == "compiled layers":
         compile_layers(trainer)
     element_size = trainer.model.dtype.itemsize
@@ -548,9 +559,23 @@ def update_4b(model: str, way: str = "one product a layer") -> list:
     packed = one_update(trainer, equal)
     trainer.recompute_layers(config.num_hidden_layers)
     trainer.packs = False
-    _, padded = median_update(trainer, [equal] * 3)
+    _, padded = median_update(trainer, [equal] * 2)
     note = f"{padded / seconds:.2f} x; {apart_text(packed, one_update(trainer, equal))}"
     return [*rows, ("padded rows", f"{padded:.3f} s", note)]
+
+
+def use_peft(trainer) -> None:
+    """Computes with peft's own layers in autocast, without which they would be in fp32 and keep an
+    fp32 copy of each input.
+    """
+    import torch
+
+    for layer in trainer.adapter_layers:
+        del layer.forward
+        layer.cast_input_dtype_enabled = False
+    is_half = trainer.model.dtype == torch.bfloat16
+    autocast = torch.autocast(trainer.model.device.type, torch.bfloat16, enabled=is_half)
+    trainer.hidden_states = autocast(trainer.hidden_states)
 
 
 def compile_layers(trainer) -> None:
@@ -773,6 +798,8 @@ def training(model: str) -> list:
         start += "from examples import ppo; "
         start += f"ppo.ActorCritic.dtype = {DTYPE!r}; "
         start += "grpo.main(ppo.Config, 'ppo', ppo.ActorCritic, ppo.train)"
+        if Path(model).is_dir():
+            model = str(Path(model).absolute())
         done = subprocess.run(
             [sys.executable, "-c", start, *flags, "--model", model, "--name", "check"],
             cwd=folder,
@@ -801,8 +828,8 @@ PARTS = {
     "decode-r8": (partial(decode, rank=8), {}),
     "decode-v1": (decode, {"VLLM_USE_V2_MODEL_RUNNER": "0"}),
     "decode-folded": (decode_folded, {}),
-    "decode-plain": (decode_plain, {}),
-    "decode-vllm-lora": (decode_vllm_lora, {}),
+    "decode-plain": (decode_plain, ALONE),
+    "decode-vllm-lora": (decode_vllm_lora, ALONE),
     "sync": (sync, {}),
     "shared-base": (shared_base, {}),
     "own-base": (own_base, {}),
@@ -828,14 +855,11 @@ def last_line(text: str) -> str:
 
 def run_part(name: str, model: str, dtype: str | None) -> list:
     """The rows of a part, from a process of its own; one row with the reason if it fails."""
-    environment = {**os.environ, **PARTS[name][1]}
     command = [sys.executable, __file__, "--part", name, "--model", model]
     if dtype:
         command += ["--dtype", dtype]
     try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=60 * MINUTES
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60 * MINUTES)
     except subprocess.TimeoutExpired:
         return [(name, "failed", f"took longer than {MINUTES:g} minutes")]
     if done.returncode:
@@ -863,9 +887,11 @@ def main() -> None:
     if cfg.part:
         global DTYPE, REQUESTS, TOKENS
         DTYPE = cfg.dtype
+        function, environment = PARTS[cfg.part]
+        os.environ.update(environment)
         if not has_gpu():
             REQUESTS, TOKENS = 8, 32
-        print("\n" + json.dumps(PARTS[cfg.part][0](cfg.model)))
+        print("\n" + json.dumps(function(cfg.model)))
         return
     unknown = set(cfg.parts) - set(PARTS)
     if unknown:

@@ -11,6 +11,8 @@ K tokens of a head, D hidden size, V vocabulary.
 
 import inspect
 import os
+from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -34,14 +36,15 @@ def can_pack(model) -> bool:
 
 
 def has_varlen(model) -> bool:
-    """Returns whether one call of varlen_attn can attend to a packed row: torch 2.13 or later, a
-    GPU, 16-bit numbers, and heads of at most 256 numbers, a multiple of 8.
+    """Returns whether one call of varlen_attn can attend to a packed row: torch 2.11 or later, a
+    GPU, 16-bit numbers, and heads of at most 256 numbers, a multiple of 8, in keys as in values.
     """
     config = model.config.get_text_config()
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    is_known = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
+    is_even = getattr(config, "v_head_dim", size) == size  # not in DeepSeek
+    is_known = "window_size" in inspect.signature(varlen.varlen_attn).parameters
     fits = model.dtype.itemsize == 2 and size <= 256 and size % 8 == 0
-    return is_known and model.device.type == "cuda" and fits
+    return is_known and is_even and model.device.type == "cuda" and fits
 
 
 class Layout(NamedTuple):
@@ -51,7 +54,7 @@ class Layout(NamedTuple):
     # One for each length, of a row for each token of the rest and a column for each of prompt and
     # rest; None: SDPA's own causal attention, which computes the prompt's queries once more.
     masks: list
-    varlen: tuple | None  # arguments of varlen_attn: ends of queries and of keys, longest of both
+    varlen: Callable | None  # varlen_attn without query, key, value and scale
 
 
 def attend(module, query, key, value, attention_mask, layout: Layout | None = None, **options):
@@ -92,24 +95,24 @@ def attend_varlen(query, key, value, layout: Layout, scale: float | None):
         for rest in rests:
             parts += [prompt, rest]
         copied.append(torch.cat(parts))
-    output = varlen.varlen_attn(
-        queries, *copied, *layout.varlen, scale=scale, window_size=(-1, 0), enable_gqa=True
-    )
-    return output[None], None
+    return layout.varlen(queries, *copied, scale=scale)[None], None
 
 
 AttentionInterface.register("packed", attend)
 
 
-def varlen_arguments(lengths: list[int], device: str) -> tuple:
-    """Arguments of varlen_attn after query, key and value, see Layout."""
+def varlen_of(lengths: list[int], device: str) -> Callable:
+    """varlen_attn of a packed row without query, key, value and scale, see Layout."""
     prompt, *rests = lengths
-    queries = [prompt, *rests]
     keys = [prompt, *(prompt + rest for rest in rests)]
-    ends = []
-    for counts in (queries, keys):
-        ends.append(torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device))
-    return *ends, max(queries), max(keys)
+    arguments = {"window_size": (-1, 0)}
+    for name, counts in (("q", lengths), ("k", keys)):
+        ends = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
+        arguments |= {f"cu_seq_{name}": ends, f"max_{name}": max(counts)}
+    # torch 2.11 has no such argument: heads may share keys there without it
+    if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters:
+        arguments["enable_gqa"] = True
+    return partial(varlen.varlen_attn, **arguments)
 
 
 def hidden_states(trunk, batch, device: str, packed: bool = True, uses_varlen: bool = False):
@@ -142,7 +145,7 @@ def hidden_states(trunk, batch, device: str, packed: bool = True, uses_varlen: b
         layout.lengths.append(own)
         layout.masks.append(sees)
     if uses_varlen:
-        layout = layout._replace(varlen=varlen_arguments(layout.lengths, device))
+        layout = layout._replace(varlen=varlen_of(layout.lengths, device))
     output = trunk(
         input_ids=torch.tensor([row], device=device),
         position_ids=torch.tensor([positions], device=device),
