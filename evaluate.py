@@ -26,6 +26,7 @@ import env
 from flatlab import options
 from flatlab.errors import UserError
 from flatlab.files import read_rows
+from flatlab.numbers import value_text
 from flatlab.runs import cli, store
 from flatlab.task.builtin import validated
 from flatlab.train import checkpoint, metrics
@@ -34,7 +35,7 @@ from flatlab.train.job import Job
 from flatlab.view import console, suite
 from flatlab.view.reader import read_run
 from flatlab.world.episode import Episode, run_episode
-from policy import choose_models, model_name, open_engine, task_names
+from policy import choose_models, model_name, open_engine
 
 FIRST_SEED = -(10**12)  # of the episodes with --seed 0; those of training are never that low
 
@@ -170,7 +171,7 @@ def seeds_of(cfg: Config, model: str | None, models: int, part: str) -> list[tup
             own.name = own.name or f"{SCRIPT}-{part}-{own.seed}"
         if cfg.suite or own.name and models > 1:
             own.name += f"/{model_name(own)}"
-    return list(zip(configs, choose_models(SCRIPT, configs, cfg.url)))
+    return list(zip(configs, choose_models(SCRIPT, configs)))
 
 
 def evaluate_model(cfg: Config, path, policy):
@@ -221,7 +222,7 @@ def main() -> None:
         cfg = cli.parse_config(Config, argv, given["settings"])
         part = Path(cfg.suite).stem
         if [*cfg.tasks.task] != given["settings"].get("task"):
-            part += f"-{task_names(cfg)}"
+            part += f"-{value_text(cfg.tasks.task)}"
     options.check_values(cfg)
     parser = ArgumentParser(add_help=False)  # tyro keeps the last --model only
     parser.add_argument("--model", action="append")

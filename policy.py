@@ -87,23 +87,15 @@ def default_model() -> str:
     return "Qwen/Qwen3-4B-Instruct-2507" if torch.cuda.is_available() else "tiny"
 
 
-def default_name(script: str, cfg) -> str:
-    """<script>-<tasks>-<model>-<seed>, the name of a run of a script's Config."""
-    return f"{script}-{task_names(cfg)}-{model_name(cfg)}-{cfg.seed}"
-
-
-def task_names(cfg) -> str:
-    return "+".join(Path(name).name for name in cfg.tasks.task)
-
-
 def model_name(cfg) -> str:
     return value_text(cfg.model.model or default_model())
 
 
-def choose_model(cfg, url: str | None = None) -> ModelPath | None:
+def choose_model(cfg) -> ModelPath | None:
     """The model of a script's Config, whose options that depend on it are filled in; None for an
     endpoint. A run that exists keeps its --model and --backend.
     """
+    url = getattr(cfg, "url", None)  # grpo.py and sft.py have none
     if url and not cfg.model.model:
         raise UserError("--url needs --model: the name that the endpoint knows.")
     store.keep_choices(cfg)
@@ -116,15 +108,17 @@ def choose_model(cfg, url: str | None = None) -> ModelPath | None:
     return path
 
 
-def choose_models(script: str, configs: list, url: str | None = None) -> list:
-    """Names the run of each seed and chooses its model, see choose_model. Returns their paths.
+def choose_models(script: str, configs: list) -> list:
+    """Names the run of each seed, <script>-<tasks>-<model>-<seed>, and chooses its model, see
+    choose_model. Returns their paths.
 
     Raises UserError if there are several models, because the seeds share an engine.
     """
     paths = []
     for cfg in configs:
-        cfg.name = cfg.name or default_name(script, cfg)
-        paths.append(choose_model(cfg, url))
+        default = f"{script}-{value_text(cfg.tasks.task)}-{model_name(cfg)}-{cfg.seed}"
+        cfg.name = cfg.name or default
+        paths.append(choose_model(cfg))
     if len({cfg.model.model for cfg in configs}) > 1:
         raise UserError(
             "The runs of these seeds have different models: give each seed a command of its own."
