@@ -188,9 +188,7 @@ def evaluate_model(cfg: Config, path, policy):
         cfg.episodes = cfg.attempts * len(tasks)
     digests = env.digests(tasks, cfg.episode)
     run = store.begin_run(cfg, digests, path, lambda run: is_finished(run, tasks, cfg))
-    if run.finished:
-        print(f"{run.dir} was finished before: nothing was run.")
-    else:
+    if not run.finished:
         with store.recorded_end([run], run.dir):
             first = metrics.first_results(tasks, "evaluation")
             run.result(

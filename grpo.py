@@ -702,9 +702,7 @@ def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train) -
     policy = None  # one engine for all of them
     for own, path, job in zip(configs, paths, jobs):
         run = job.run
-        if ranks.first(bool(run and run.finished)):
-            job.say(f"logs/{own.name} was finished before: nothing was run.")
-        else:
+        if not ranks.first(bool(run and run.finished)):
             where = f"logs/{own.name} after its last whole step"
             with store.recorded_end([run] if run else [], where):
                 if run:

@@ -522,8 +522,6 @@ def main(config_class=Config, complete=complete, grow_all=grow_all) -> None:
         console.search_banner(cfg, trees, where, path, why)
         with store.recorded_end([t.run for t in todo], where):
             grow_all(todo, cfg, path)
-    else:
-        print(f"{where} was finished before: nothing was run.")
     console.report(trees, where)
 
 

@@ -225,9 +225,7 @@ def main() -> None:
     paths = choose_models(SCRIPT, seeds)
     prepared = list(map(prepare, seeds, paths))
     for own, path, (run, tasks, transcripts) in zip(seeds, paths, prepared):
-        if run.finished:
-            print(f"{run.dir} was finished before: nothing was run.")
-        else:
+        if not run.finished:
             with store.recorded_end([run], f"{run.dir} after its last update"):
                 run.result(**metrics.first_results(tasks, "imitation"))
                 console.first_lines(own, tasks, path)
