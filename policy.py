@@ -252,7 +252,7 @@ class Engine(ChatTokens):
         """
         import torch
 
-        sizes = self.config, self.dtype.itemsize
+        sizes = self.config.get_text_config(), self.dtype.itemsize
         episode, needs, room = self.context, {}, memory.free_bytes(self.device)
         if self.device == "cpu":
             room //= 4
@@ -415,14 +415,15 @@ class Trainer:
         """
         largest = max(self.context, wanted or 0)
         free = memory.free_bytes(self.device, processes)
-        sizes = self.model.config, self.dtype.itemsize
+        config = self.model.config.get_text_config()
+        sizes = config, self.dtype.itemsize
         if self.device == "cuda":
             free -= memory.prefill_bytes(*sizes)  # of the engine, which may work meanwhile
         count, tokens = memory.fit_pass(largest, wanted, sizes, free)
         if count:
-            layers = self.model.config.get_text_config().num_hidden_layers
             print(
-                f"memory   {count} of {layers} layers are recomputed: with all, a third more time"
+                f"memory   {count} of {config.num_hidden_layers} layers are recomputed: with all, a "
+                "third more time"
             )
             self.recompute_layers(count)
         needed = memory.bytes_needed(largest, *sizes, count)
