@@ -422,8 +422,8 @@ class Trainer:
         count, tokens = memory.fit_pass(largest, wanted, sizes, free)
         if count:
             print(
-                f"memory   {count} of {config.num_hidden_layers} layers are recomputed: with all, a "
-                "third more time"
+                f"memory   {count} of {config.num_hidden_layers} layers are recomputed: with all, "
+                "a third more time"
             )
             self.recompute_layers(count)
         needed = memory.bytes_needed(largest, *sizes, count)
