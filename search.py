@@ -499,7 +499,7 @@ def complete(cfg: Config, script: str = SCRIPT):
     """
     options.check_values(cfg)
     rule = SELECT[cfg.select]
-    rule.constants(cfg.select, cfg.rule_args)
+    rule.constants(cfg)
     if not rule.uses_strategies:
         cfg.sampling_mode = ("none",)
     cfg.name = cfg.name or default_name(script, cfg)
