@@ -31,7 +31,6 @@ from flatlab.runs import cli, store
 from flatlab.task.builtin import validated
 from flatlab.train import checkpoint, metrics
 from flatlab.train.batch import Group
-from flatlab.train.job import Job
 from flatlab.view import console, suite
 from flatlab.view.reader import read_run
 from flatlab.world.episode import Episode, run_episode
@@ -85,14 +84,14 @@ async def evaluate(policy, tasks: list, numbers: list[int], cfg: Config, run) ->
             episode.packed = b""  # tokens of an endpoint are not the model's
         group = Group(number, task, [episode], [])
         played[number] = group
-        checkpoint.save_groups(Job(run=run), number, [group])
+        checkpoint.save_groups(run, number, [group])
         spent = time.monotonic() - start
-        if any(group.played for group in played.values()):
+        statuses = [group.episodes[0].status for group in played.values()]
+        if {*statuses} != {"fault"}:
             run.result(**results(played, tasks), seconds=earlier + spent)
         left = spent / (len(played) - before) * (len(numbers) - len(played))
         console.episode_made(group, len(played), len(numbers), left)
-        latest = [*played.values()][-3:]
-        if len(latest) == 3 and not any(group.played for group in latest):
+        if statuses[-3:] == ["fault"] * 3:
             raise UserError(
                 "Three sandboxes in a row broke, so the evaluation stops. Run the same command "
                 f"again to continue. The last one: {episode.fault}"

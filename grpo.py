@@ -414,7 +414,7 @@ async def evaluate(policy, cfg: Config, job, name: str, seed: int, test=False) -
     planned = itertools.islice(itertools.cycle(job.tasks), cfg.eval_episodes)
     groups = await play_groups(policy, Plan([*planned], 1, seed, test=test), cfg, job)
     groups = await in_trainer(gather_groups, groups, job)
-    checkpoint.save_groups(job, name, groups)
+    checkpoint.save_groups(job.run, name, groups)
     return groups
 
 

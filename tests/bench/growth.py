@@ -280,7 +280,7 @@ def books(trainer, job, rows, groups, task, step):
     row = {"step": step, **metrics.step_metrics(groups, [task]), "lr": 1e-5, "loss": 0.1}
     job.step = step + 1
     if job.step % 10 == 0:
-        checkpoint.save_groups(job, f"eval-{step:06d}", groups)
+        checkpoint.save_groups(job.run, f"eval-{step:06d}", groups)
         result = metrics.evaluation(groups, [task])
         row |= metrics.evaluation_columns(result)
         checkpoint.keep_best(trainer, job, result | {"step": step})
