@@ -72,13 +72,6 @@ class ModelPath:
     positions: int | None = None  # upper bound on the context; None: the model has none
     lora: dict | None = None  # r, lora_alpha and target_modules of the adapter
 
-    @property
-    def note(self) -> str:
-        """Text of the banners after the model's name."""
-        if not self.is_tiny:
-            return ""
-        return "  (a stand-in for trials; it knows titanic, battleOfSexes and erdosOverlap only)"
-
 
 def default_model() -> str:
     """A real instruct model if there is a GPU, else the stand-in."""
