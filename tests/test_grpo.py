@@ -57,7 +57,7 @@ def random_pieces(policy, **advantages):
         with torch.no_grad():
             old = policy.logprobs([(tokens, mask)])[0].tolist()
         count = len(old)
-        piece = TrainSequence(tokens, mask, old, [advantage] * count, [0] * count, weight=0.02)
+        piece = TrainSequence(tokens, mask, old, [advantage] * count, [0] * count, [0.02] * count)
         pieces.append(piece)
     return pieces
 
