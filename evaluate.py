@@ -26,15 +26,15 @@ import env
 from flatlab import options
 from flatlab.errors import UserError
 from flatlab.files import read_rows
+from flatlab.numbers import value_text
 from flatlab.runs import cli, store
 from flatlab.task.builtin import validated
 from flatlab.train import checkpoint, metrics
 from flatlab.train.batch import Group
-from flatlab.train.job import Job
 from flatlab.view import console, suite
 from flatlab.view.reader import read_run
 from flatlab.world.episode import Episode, run_episode
-from policy import choose_models, model_name, open_engine, task_names
+from policy import choose_models, model_name, open_engine
 
 FIRST_SEED = -(10**12)  # of the episodes with --seed 0; those of training are never that low
 
@@ -84,14 +84,14 @@ async def evaluate(policy, tasks: list, numbers: list[int], cfg: Config, run) ->
             episode.packed = b""  # tokens of an endpoint are not the model's
         group = Group(number, task, [episode], [])
         played[number] = group
-        checkpoint.save_groups(Job(run=run), number, [group])
+        checkpoint.save_groups(run, number, [group])
         spent = time.monotonic() - start
-        if any(group.played for group in played.values()):
+        statuses = [group.episodes[0].status for group in played.values()]
+        if {*statuses} != {"fault"}:
             run.result(**results(played, tasks), seconds=earlier + spent)
         left = spent / (len(played) - before) * (len(numbers) - len(played))
         console.episode_made(group, len(played), len(numbers), left)
-        latest = [*played.values()][-3:]
-        if len(latest) == 3 and not any(group.played for group in latest):
+        if statuses[-3:] == ["fault"] * 3:
             raise UserError(
                 "Three sandboxes in a row broke, so the evaluation stops. Run the same command "
                 f"again to continue. The last one: {episode.fault}"
@@ -170,7 +170,7 @@ def seeds_of(cfg: Config, model: str | None, models: int, part: str) -> list[tup
             own.name = own.name or f"{SCRIPT}-{part}-{own.seed}"
         if cfg.suite or own.name and models > 1:
             own.name += f"/{model_name(own)}"
-    return list(zip(configs, choose_models(SCRIPT, configs, cfg.url)))
+    return list(zip(configs, choose_models(SCRIPT, configs)))
 
 
 def evaluate_model(cfg: Config, path, policy):
@@ -187,9 +187,7 @@ def evaluate_model(cfg: Config, path, policy):
         cfg.episodes = cfg.attempts * len(tasks)
     digests = env.digests(tasks, cfg.episode)
     run = store.begin_run(cfg, digests, path, lambda run: is_finished(run, tasks, cfg))
-    if run.finished:
-        print(f"{run.dir} was finished before: nothing was run.")
-    else:
+    if not run.finished:
         with store.recorded_end([run], run.dir):
             first = metrics.first_results(tasks, "evaluation")
             run.result(
@@ -221,7 +219,7 @@ def main() -> None:
         cfg = cli.parse_config(Config, argv, given["settings"])
         part = Path(cfg.suite).stem
         if [*cfg.tasks.task] != given["settings"].get("task"):
-            part += f"-{task_names(cfg)}"
+            part += f"-{value_text(cfg.tasks.task)}"
     options.check_values(cfg)
     parser = ArgumentParser(add_help=False)  # tyro keeps the last --model only
     parser.add_argument("--model", action="append")

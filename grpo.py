@@ -414,7 +414,7 @@ async def evaluate(policy, cfg: Config, job, name: str, seed: int, test=False) -
     planned = itertools.islice(itertools.cycle(job.tasks), cfg.eval_episodes)
     groups = await play_groups(policy, Plan([*planned], 1, seed, test=test), cfg, job)
     groups = await in_trainer(gather_groups, groups, job)
-    checkpoint.save_groups(job, name, groups)
+    checkpoint.save_groups(job.run, name, groups)
     return groups
 
 
@@ -592,7 +592,7 @@ async def train(policy, cfg: Config, job, update=update) -> None:
 
             # record: row, transcripts, checkpoint, plot; a step counts once its checkpoint is there
             if job.run:
-                row |= metrics.timing(policy, times, played)
+                row |= metrics.timing(policy, times)
                 await in_trainer(checkpoint.write_step, policy, optimizer, job, row, played)
                 await in_trainer(console.step_made, job.run, rows, cfg.steps)
 
@@ -702,9 +702,7 @@ def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train) -
     policy = None  # one engine for all of them
     for own, path, job in zip(configs, paths, jobs):
         run = job.run
-        if ranks.first(bool(run and run.finished)):
-            job.say(f"logs/{own.name} was finished before: nothing was run.")
-        else:
+        if not ranks.first(bool(run and run.finished)):
             where = f"logs/{own.name} after its last whole step"
             with store.recorded_end([run] if run else [], where):
                 if run:

@@ -72,13 +72,6 @@ class ModelPath:
     positions: int | None = None  # upper bound on the context; None: the model has none
     lora: dict | None = None  # r, lora_alpha and target_modules of the adapter
 
-    @property
-    def note(self) -> str:
-        """Text of the banners after the model's name."""
-        if not self.is_tiny:
-            return ""
-        return "  (a stand-in for trials; it knows titanic, battleOfSexes and erdosOverlap only)"
-
 
 def default_model() -> str:
     """A real instruct model if there is a GPU, else the stand-in."""
@@ -87,23 +80,15 @@ def default_model() -> str:
     return "Qwen/Qwen3-4B-Instruct-2507" if torch.cuda.is_available() else "tiny"
 
 
-def default_name(script: str, cfg) -> str:
-    """<script>-<tasks>-<model>-<seed>, the name of a run of a script's Config."""
-    return f"{script}-{task_names(cfg)}-{model_name(cfg)}-{cfg.seed}"
-
-
-def task_names(cfg) -> str:
-    return "+".join(Path(name).name for name in cfg.tasks.task)
-
-
 def model_name(cfg) -> str:
     return value_text(cfg.model.model or default_model())
 
 
-def choose_model(cfg, url: str | None = None) -> ModelPath | None:
+def choose_model(cfg) -> ModelPath | None:
     """The model of a script's Config, whose options that depend on it are filled in; None for an
     endpoint. A run that exists keeps its --model and --backend.
     """
+    url = getattr(cfg, "url", None)  # grpo.py and sft.py have none
     if url and not cfg.model.model:
         raise UserError("--url needs --model: the name that the endpoint knows.")
     store.keep_choices(cfg)
@@ -116,15 +101,17 @@ def choose_model(cfg, url: str | None = None) -> ModelPath | None:
     return path
 
 
-def choose_models(script: str, configs: list, url: str | None = None) -> list:
-    """Names the run of each seed and chooses its model, see choose_model. Returns their paths.
+def choose_models(script: str, configs: list) -> list:
+    """Names the run of each seed, <script>-<tasks>-<model>-<seed>, and chooses its model, see
+    choose_model. Returns their paths.
 
     Raises UserError if there are several models, because the seeds share an engine.
     """
     paths = []
     for cfg in configs:
-        cfg.name = cfg.name or default_name(script, cfg)
-        paths.append(choose_model(cfg, url))
+        default = f"{script}-{value_text(cfg.tasks.task)}-{model_name(cfg)}-{cfg.seed}"
+        cfg.name = cfg.name or default
+        paths.append(choose_model(cfg))
     if len({cfg.model.model for cfg in configs}) > 1:
         raise UserError(
             "The runs of these seeds have different models: give each seed a command of its own."
@@ -258,7 +245,7 @@ class Engine(ChatTokens):
         """
         import torch
 
-        sizes = self.config, self.dtype.itemsize
+        sizes = self.config.get_text_config(), self.dtype.itemsize
         episode, needs, room = self.context, {}, memory.free_bytes(self.device)
         if self.device == "cpu":
             room //= 4
@@ -421,14 +408,15 @@ class Trainer:
         """
         largest = max(self.context, wanted or 0)
         free = memory.free_bytes(self.device, processes)
-        sizes = self.model.config, self.dtype.itemsize
+        config = self.model.config.get_text_config()
+        sizes = config, self.dtype.itemsize
         if self.device == "cuda":
             free -= memory.prefill_bytes(*sizes)  # of the engine, which may work meanwhile
         count, tokens = memory.fit_pass(largest, wanted, sizes, free)
         if count:
-            layers = self.model.config.get_text_config().num_hidden_layers
             print(
-                f"memory   {count} of {layers} layers are recomputed: with all, a third more time"
+                f"memory   {count} of {config.num_hidden_layers} layers are recomputed: with all, "
+                "a third more time"
             )
             self.recompute_layers(count)
         needed = memory.bytes_needed(largest, *sizes, count)

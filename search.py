@@ -39,6 +39,7 @@ from typing import Literal
 import env
 from flatlab import options
 from flatlab.errors import SandboxFault, UserError, user_code
+from flatlab.numbers import value_text
 from flatlab.runs import cli, store
 from flatlab.task.value import improvement, value_of
 from flatlab.tree import prompts, rules
@@ -489,7 +490,7 @@ def default_name(script: str, cfg: Config) -> str:
     if any(len(axis) > 1 for axis in axes):
         return f"{kind}-grid-{model_name(cfg)}"
     [task], [mode], [seed] = axes
-    return f"{kind}-{Path(task).name}-{mode}-{model_name(cfg)}-{seed}"
+    return f"{kind}-{value_text(task)}-{mode}-{model_name(cfg)}-{seed}"
 
 
 def complete(cfg: Config, script: str = SCRIPT):
@@ -498,11 +499,11 @@ def complete(cfg: Config, script: str = SCRIPT):
     """
     options.check_values(cfg)
     rule = SELECT[cfg.select]
-    rule.constants(cfg.select, cfg.rule_args)
+    rule.constants(cfg)
     if not rule.uses_strategies:
         cfg.sampling_mode = ("none",)
     cfg.name = cfg.name or default_name(script, cfg)
-    return choose_model(cfg, cfg.url)
+    return choose_model(cfg)
 
 
 def grow_all(trees: list[Tree], cfg: Config, path) -> None:
@@ -521,8 +522,6 @@ def main(config_class=Config, complete=complete, grow_all=grow_all) -> None:
         console.search_banner(cfg, trees, where, path, why)
         with store.recorded_end([t.run for t in todo], where):
             grow_all(todo, cfg, path)
-    else:
-        print(f"{where} was finished before: nothing was run.")
     console.report(trees, where)
 
 

@@ -85,27 +85,28 @@ def best_episodes(cfg: Config, tasks: list) -> list[dict]:
 
     Raises UserError if there is none, or if a run does not exist.
     """
-    by_name = {task.name: task for task in tasks}
-    found = {name: {} for name in by_name}  # task -> replies -> (improvement, episode)
+    files = []
     for run in cfg.runs:
         if not Path(run).is_dir():
             raise UserError(f"--runs: there is no run directory {run}.")
         # the names of evaluations begin with a letter
-        for file in sorted(Path(run).rglob("episodes/[0-9]*.jsonl")):
+        files += sorted(Path(run).rglob("episodes/[0-9]*.jsonl"))
+    chosen = []
+    for task in tasks:
+        found = {}  # replies -> (improvement, episode)
+        for file in files:
             for episode in read_rows(file):
-                score, task = episode["score"], by_name.get(episode["task"])
-                if not task or not score or not score["valid"]:
+                score = episode["score"]
+                if episode["task"] != task.name or not score or not score["valid"]:
                     continue
                 value = improvement(score["value"], task)
                 if value > 0:
-                    found[task.name][replies_of(episode)] = (value, episode)
-    chosen = []
-    for episodes in found.values():
-        ranked = sorted(episodes.values(), key=lambda pair: -pair[0])
+                    found[replies_of(episode)] = (value, episode)
+        ranked = sorted(found.values(), key=lambda pair: -pair[0])
         count = min(MOST_EPISODES, max(1, round(cfg.share * len(ranked))))
         chosen += [episode for _, episode in ranked[:count]]
     if not chosen:
-        names, runs = " ".join(by_name), " ".join(cfg.runs)
+        names, runs = " ".join(cfg.tasks.task), " ".join(cfg.runs)
         raise UserError(f"--runs: no episode of {names} in {runs or 'no run'} beats the baseline.")
     return chosen
 
@@ -225,9 +226,7 @@ def main() -> None:
     paths = choose_models(SCRIPT, seeds)
     prepared = list(map(prepare, seeds, paths))
     for own, path, (run, tasks, transcripts) in zip(seeds, paths, prepared):
-        if run.finished:
-            print(f"{run.dir} was finished before: nothing was run.")
-        else:
+        if not run.finished:
             with store.recorded_end([run], f"{run.dir} after its last update"):
                 run.result(**metrics.first_results(tasks, "imitation"))
                 console.first_lines(own, tasks, path)

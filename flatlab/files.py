@@ -4,7 +4,6 @@ user's cache folder, where files are named after the content they were made from
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import io
 import json
@@ -92,15 +91,10 @@ def read_mapping(path: Path, default: dict | None = None, loader=YamlLoader) -> 
 
 
 def read_rows(path) -> list[dict]:
-    """All complete lines of a jsonl file, also of one with gzip; [] without a file. UserError if a
-    line is damaged.
-    """
+    """All complete lines of a jsonl file; [] without a file. UserError if a line is damaged."""
     rows = []
     try:
-        content = Path(path).read_bytes()
-        if Path(path).suffix == ".gz":
-            content = gzip.decompress(content)
-        for line in content.split(b"\n")[:-1]:
+        for line in Path(path).read_bytes().split(b"\n")[:-1]:
             rows.append(dict(json.loads(line)))
     except FileNotFoundError:
         return []

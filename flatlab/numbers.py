@@ -58,6 +58,6 @@ def count(number: float, noun: str) -> str:
 
 def value_text(value) -> str:
     """A setting as part of a name: the last part of a path; of several with + between."""
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return "+".join(map(value_text, value))
     return str(value).rstrip("/").removesuffix("/best").split("/")[-1]

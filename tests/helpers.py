@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import copy
 import gc
+import gzip
 import io
 import json
 import os
@@ -23,7 +24,6 @@ import pytest
 
 from competition import write
 from flatlab.errors import UserError
-from flatlab.files import read_rows
 from flatlab.model.chat import Sample
 from flatlab.options import EpisodeOptions
 from flatlab.runs.cli import one_sentence
@@ -381,8 +381,8 @@ def served(model, folder, *flags):
 
 def segments_of(directory, name):
     """The sampled sequences of each episode in episodes/<name>.jsonl, see Segment."""
-    rows = read_rows(Path(directory) / "episodes" / f"{name}.tokens.jsonl.gz")
-    return [row["segments"] for row in rows]
+    with gzip.open(Path(directory) / "episodes" / f"{name}.tokens.jsonl.gz") as lines:
+        return [json.loads(line)["segments"] for line in lines]
 
 
 MADE_BY = {"code": "a", "prompts": "d", "task": "b", "model": "c"}  # see fingerprint()

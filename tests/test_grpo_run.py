@@ -21,7 +21,7 @@ from flatlab.errors import UserError
 from flatlab.files import read_mapping
 from flatlab.files import read_rows as rows
 from flatlab.runs import store, trackers
-from helpers import run_here, start
+from helpers import run_here, segments_of, start
 
 SMALL = "--groups 2 --group-size 4 --eval-episodes 2 --concurrency 8 --steps".split()
 A_RUN = [*SMALL, *"2 --model tiny --task titanic --backend local --name a".split()]
@@ -158,7 +158,7 @@ def test_the_loss_of_a_step_follows_from_the_files(finished):
     cfg = yaml.safe_load((logs / "config.yaml").read_text())
     row = rows(logs / "metrics.jsonl")[1]
     episodes = rows(logs / "episodes" / "000001.jsonl")
-    sampled = rows(logs / "episodes" / "000001.tokens.jsonl.gz")
+    sampled = segments_of(logs, "000001")
 
     adapter = logs / "checkpoints" / "000000"  # before the update of step 1
     base = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
@@ -172,14 +172,14 @@ def test_the_loss_of_a_step_follows_from_the_files(finished):
         return chosen[is_trained[1:]]
 
     columns = []
-    for episode, line in zip(episodes, sampled, strict=True):
+    for episode, segments in zip(episodes, sampled, strict=True):
         group = [e["reward"] for e in episodes if e["group"] == episode["group"]]
         if len(set(group)) == 1:
             continue
         advantage = (episode["reward"] - fmean(group)) / stdev(group)
-        replies = [r for segment in line["segments"] for r in segment["reply"] if r >= 0]
+        replies = [r for segment in segments for r in segment["reply"] if r >= 0]
         assert len(replies) == episode["reply_tokens"]
-        for segment in line["segments"]:
+        for segment in segments:
             tokens = torch.tensor(segment["tokens"])
             is_trained = torch.tensor(segment["reply"]) >= 0
             old = torch.tensor(segment["logprobs"])[is_trained]

@@ -644,7 +644,7 @@ def budget(model: str) -> list:
     before = allocated() if has_gpu() else metrics.peak_bytes()
     _, _, _, peak = timed_update(policy, batch)
     used = (peak or metrics.peak_bytes()) - before
-    config = policy.model.config
+    config = policy.model.config.get_text_config()
     estimate = memory.bytes_needed(tokens, config, policy.dtype.itemsize, 0)
     at_peak = gib(free["the trainer"] - used)
     note = f"a step of {tokens} tokens took {gib(used)}, estimated {gib(estimate)}"

@@ -2,7 +2,8 @@
 pass.
 
 On a CPU nothing reports that the memory is used up: the kernel kills the process without a word. So
-the sizes are estimated from the model's dimensions and the memory that is free.
+the sizes are estimated from the model's dimensions and the memory that is free. A `config` is that
+of a model's text part, see get_text_config() of transformers.
 """
 
 import math
@@ -35,38 +36,34 @@ HIDDEN_BUFFERS = 18
 MLP_BUFFERS = 7
 
 
-def bytes_needed(tokens: int, model_config, element_size: int, recomputed: int) -> int:
+def bytes_needed(tokens: int, config, element_size: int, recomputed: int) -> int:
     """Estimated peak memory of one forward and backward pass over `tokens` tokens.
 
     recomputed: number of layers of which only the input is kept (gradient checkpointing); one of
     them has its activations at a time. LoRA's own activations are in fp32 and small.
     """
-    model_config = model_config.get_text_config()
-    hidden = model_config.hidden_size
-    layer = HIDDEN_BUFFERS * hidden + MLP_BUFFERS * inner_size(model_config)
-    whole = model_config.num_hidden_layers - recomputed + min(recomputed, 1)
+    hidden = config.hidden_size
+    layer = HIDDEN_BUFFERS * hidden + MLP_BUFFERS * inner_size(config)
+    whole = config.num_hidden_layers - recomputed + min(recomputed, 1)
     kept = whole * layer + recomputed * hidden
-    logits = min(tokens * model_config.vocab_size, MOST_LOGITS)
+    logits = min(tokens * config.vocab_size, MOST_LOGITS)
     return tokens * kept * element_size + LOGITS_BUFFERS * logits * 4
 
 
-def inner_size(model_config) -> int:
+def inner_size(config) -> int:
     """Intermediate size of a layer's MLP."""
-    return getattr(model_config, "intermediate_size", None) or 4 * model_config.hidden_size
+    return getattr(config, "intermediate_size", None) or 4 * config.hidden_size
 
 
-def prefill_bytes(model_config, element_size: int) -> int:
+def prefill_bytes(config, element_size: int) -> int:
     """Estimated peak of an engine's step over PREFILL_TOKENS tokens: 12 buffers of the hidden size,
     5 of the intermediate size, and the logits of its requests.
     """
-    model_config = model_config.get_text_config()
-    token = 12 * model_config.hidden_size + 5 * inner_size(model_config)
+    token = 12 * config.hidden_size + 5 * inner_size(config)
     return PREFILL_TOKENS * token * element_size + 4 * MOST_LOGITS
 
 
-def gpu_needs(
-    model_config, element_size: int, weights: int, rank: int, tokens: int
-) -> dict[str, int]:
+def gpu_needs(config, element_size: int, weights: int, rank: int, tokens: int) -> dict[str, int]:
     """Estimated bytes that a run takes on a GPU beside the KV cache.
 
     weights: number of parameters; trainer and engine share them. rank: of the adapter that is
@@ -75,7 +72,6 @@ def gpu_needs(
     (4 hidden for the outputs of q and o and of k and v), of 16 bytes: weight, gradient and the two
     moments of AdamW in fp32.
     """
-    config = model_config.get_text_config()
     layers, hidden = config.num_hidden_layers, config.hidden_size
     needs = {
         "base weights": element_size * weights,
@@ -89,12 +85,12 @@ def gpu_needs(
     return needs
 
 
-def cache_bytes(model_config, element_size: int, tokens: int, requests: int = 1) -> int:
+def cache_bytes(config, element_size: int, tokens: int, requests: int = 1) -> int:
     """Bytes of a KV cache for `requests` sequences of so many tokens: 2 x KV heads x head size
     numbers for each token and layer. vLLM keeps one block for itself.
     """
     numbers = 0
-    for layer in model_config.get_text_config().per_layer_config:  # they differ in Gemma 4
+    for layer in config.per_layer_config:  # they differ in Gemma 4
         heads = layer.num_attention_heads
         head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
         kv_heads = getattr(layer, "num_key_value_heads", None) or heads
@@ -148,14 +144,14 @@ def left_in_cgroup(group: Path) -> int:
     return limit - used + int(cache[1])
 
 
-def fit_micro_tokens(free: int, model_config, element_size: int, recomputed: int) -> int:
+def fit_micro_tokens(free: int, config, element_size: int, recomputed: int) -> int:
     """The number of tokens of a training pass that fits into the free memory, MOST_TOKENS at most.
 
     Raises UserError if not even LEAST_TOKENS fit.
     """
 
     def needed(tokens):
-        return bytes_needed(tokens, model_config, element_size, recomputed)
+        return bytes_needed(tokens, config, element_size, recomputed)
 
     tokens = MOST_TOKENS
     while tokens > LEAST_TOKENS and needed(tokens) > SHARE_OF_FREE * free:
@@ -177,19 +173,19 @@ def fit_pass(largest: int, wanted: int | None, sizes: tuple, free: int) -> tuple
     count = layers_to_recompute(largest, *sizes, free)
     if wanted:
         return count, wanted
-    layers = sizes[0].get_text_config().num_hidden_layers
+    layers = sizes[0].num_hidden_layers
     tokens = fit_micro_tokens(free, *sizes, layers if count else 0)
     if count:
         count = max(count, layers_to_recompute(tokens, *sizes, SHARE_OF_FREE * free))
     return count, tokens
 
 
-def layers_to_recompute(tokens: int, model_config, element_size: int, free: float) -> int:
+def layers_to_recompute(tokens: int, config, element_size: int, free: float) -> int:
     """The fewest layers whose recomputation makes a pass over `tokens` tokens fit; all if none
     does.
     """
-    layers = model_config.get_text_config().num_hidden_layers
+    layers = config.num_hidden_layers
     for count in range(layers):
-        if bytes_needed(tokens, model_config, element_size, count) <= free:
+        if bytes_needed(tokens, config, element_size, count) <= free:
             return count
     return layers

@@ -206,7 +206,8 @@ def keep_choices(cfg) -> None:
 
 
 def begin_run(cfg, digests: list[str], model, is_finished, where=None, **cell):
-    """Opens the run directory of a script's Config and its trackers; see open_run.
+    """Opens the run directory of a script's Config and its trackers; see open_run. Says if the run
+    is finished.
 
     digests: see fingerprint(). model: a ModelPath; None for an endpoint. where: the directory,
     default logs/<cfg.name>. cell: values of a cell of a grid, in place of the grid's own.
@@ -216,7 +217,9 @@ def begin_run(cfg, digests: list[str], model, is_finished, where=None, **cell):
     made_by = fingerprint(digests, model)
     where = where or run_directory(cfg.name)
     run = open_run(where, config, made_by, cfg.RESUMABLE, is_finished)
-    if not run.finished:
+    if run.finished:
+        print(f"{where} was finished before: nothing was run.")
+    else:
         run.trackers = trackers.open_trackers(run)
     return run
 

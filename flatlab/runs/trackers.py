@@ -29,14 +29,14 @@ def check_packages(names: Iterable[str]) -> None:
 
 def open_trackers(run) -> list:
     """The trackers that the config of an open Run asks for; check_packages() comes first."""
-    return [OPEN[name](run.dir, run.config) for name in run.config.get("trackers", ())]
+    return [OPEN[name](run) for name in run.config.get("trackers", ())]
 
 
-def open_tensorboard(directory: Path, config: dict):
-    """A tracker that writes <directory>/tensorboard. To look at it: tensorboard --logdir logs"""
+def open_tensorboard(run):
+    """A tracker that writes <run>/tensorboard. To look at it: tensorboard --logdir logs"""
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(directory / "tensorboard"))
+    writer = SummaryWriter(str(run.dir / "tensorboard"))
 
     def tracker(row: dict):
         for name, value in scalars(row).items():
@@ -46,7 +46,7 @@ def open_tensorboard(directory: Path, config: dict):
     return tracker
 
 
-def open_wandb(directory: Path, config: dict):
+def open_wandb(run):
     """A tracker that logs to Weights & Biases. WANDB_MODE=offline needs no account.
 
     A resumed run continues the same W&B run. Every cell of a grid has one of its own, which
@@ -54,20 +54,20 @@ def open_wandb(directory: Path, config: dict):
     """
     import wandb
 
-    path = directory.resolve()
-    run = wandb.init(
+    path = run.dir.resolve()
+    logged = wandb.init(
         project=os.environ.get("WANDB_PROJECT", "flatlab"),
         name=f"{path.parent.name}/{path.name}".removeprefix("logs/"),
-        config=config,
-        dir=str(directory),
+        config=run.config,
+        dir=str(run.dir),
         reinit="create_new",
         id=wandb_id(path),
         resume="allow",
     )
-    run.define_metric("*", step_metric="step")  # nodes end in another order than they start
+    logged.define_metric("*", step_metric="step")  # nodes end in another order than they start
 
     def tracker(row: dict):
-        run.log(scalars(row) | {"step": step_of(row)})
+        logged.log(scalars(row) | {"step": step_of(row)})
 
     return tracker
 
@@ -93,5 +93,5 @@ def scalars(row: dict) -> dict[str, float]:
     return {
         key: value
         for key, value in row.items()
-        if key not in ("step", "order", "time") and number(value) is not None
+        if key not in ("step", "order") and number(value) is not None
     }

@@ -70,7 +70,7 @@ class TrainSequence:
     old: list[float]  # log-probability of the token when it was sampled
     advantage: list[float]
     version: list[int]  # of the policy that sampled the token
-    weight: float = 0.0  # of each of its tokens in the mean over the batch
+    weight: Sequence[float] = ()  # of the token in the mean over the batch
 
 
 def choose_tasks(tasks: list[Task], weights: list[float], groups: int, seed: str):
@@ -122,7 +122,7 @@ def weighted(batch: list[list], weight: Callable, cfg, job) -> list[TrainSequenc
     tokens, episodes = job.ranks.sum(sum(lengths), len(lengths))
     for sequences, length in zip(batch, lengths):
         for s in sequences:
-            s.weight = weight(length, tokens, episodes, cfg)
+            s.weight = [weight(length, tokens, episodes, cfg)] * len(s.old)
     return sum(batch, [])
 
 
@@ -163,10 +163,7 @@ def column(part: list[TrainSequence], name: str, device):
     """A field of these sequences as a tensor of shape (N,), N trained tokens."""
     import torch
 
-    values = []
-    for s in part:
-        value = getattr(s, name)
-        values += value if isinstance(value, list) else [value] * len(s.old)
+    values = [value for s in part for value in getattr(s, name)]
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 

@@ -51,19 +51,19 @@ def newest(run) -> tuple[int, Path | None]:
 def write_step(policy, optimizer, job, row: dict, groups: list[Group] = ()) -> None:
     """Writes transcripts, row and checkpoint. A step counts once it has a checkpoint."""
     if groups:
-        save_groups(job, row["step"], groups)
+        save_groups(job.run, row["step"], groups)
     job.run.log(row)
     with job.run.checkpoint(row["step"]) as folder:
         policy.save(folder)
         save_tensors({"optimizer": optimizer.state_dict()}, folder / "trainer.pt")
 
 
-def save_groups(job, name: int | str, groups: list[Group]) -> None:
+def save_groups(run: Run | None, name: int | str, groups: list[Group]) -> None:
     """Writes the episodes of these groups and their tokens, see Run.save_episodes. Each has the
     number of its group, its reward if there is one (None for a fault), baseline, and improvements
     (None unless valid).
     """
-    if not job.run:
+    if not run:
         return
     lines = []
     for group in groups:
@@ -78,7 +78,7 @@ def save_groups(job, name: int | str, groups: list[Group]) -> None:
             line = {"group": group.number, "baseline": group.task.baseline}
             lines.append(e.to_dict() | line | dict(zip(columns, numbers)))
     tokens = b"".join(episode.packed for group in groups for episode in group.episodes)
-    job.run.save_episodes(name, lines, tokens)
+    run.save_episodes(name, lines, tokens)
 
 
 # ------------------------------------------------------------------------------ adapters

@@ -119,7 +119,7 @@ class Tree:
         self.cfg = cfg
         self.run = run
         self.rule = rule
-        self.constants = rule.constants(cfg.select, cfg.rule_args)
+        self.constants = rule.constants(cfg)
         self.policy = None
         self.texts = load_prompts(cfg.episode.prompts)
         self.machine = {}  # what requests tell about the sandboxes

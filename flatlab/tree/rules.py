@@ -38,20 +38,22 @@ class Rule:
     shared_request: bool = False  # one request for strategies serves all children of a node
     uses_strategies: bool = True  # False: none are asked for
 
-    def constants(self, name: str, rule_args: tuple[str, ...]) -> dict:
+    def constants(self, cfg) -> dict:
         """Its keyword arguments: the defaults, or the `name=value` pairs of --rule-args.
 
-        name: of the rule, for the messages. A value has the type of the default. Raises UserError
-        for an unknown name and for a value that is not a number, negative, or 0 where a count is
+        cfg: the Config that selects it. A value has the type of the default. Raises UserError for
+        an unknown name and for a value that is not a number, negative, or 0 where a count is
         wanted.
         """
         parameters = inspect.signature(self.function).parameters.values()
         values = {p.name: p.default for p in parameters if p.default is not p.empty}
-        for text in rule_args:
+        for text in cfg.rule_args:
             key, _, value = text.partition("=")
             if key not in values:
                 names = ", ".join(values) or "none"
-                raise UserError(f"--rule-args {text}: rule {name} has no {key!r}; it has {names}.")
+                raise UserError(
+                    f"--rule-args {text}: rule {cfg.select} has no {key!r}; it has {names}."
+                )
             kind = type(values[key])
             lowest = 1 if kind is int else 0
             with suppress(ValueError):

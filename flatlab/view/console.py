@@ -28,7 +28,10 @@ def first_lines(cfg, tasks: list, path, why: str = "") -> None:
         print(
             f"task     {task.name}: {task.metric}, {task.direction}, baseline {task.baseline:.4g}"
         )
-    print(f"model    {cfg.model.model}{path.note if path else ''}")
+    note = ""
+    if path and path.is_tiny:
+        note = "  (a stand-in for trials; it knows titanic, battleOfSexes and erdosOverlap only)"
+    print(f"model    {cfg.model.model}{note}")
     if why:
         print(f"sandbox  {why}", flush=True)
 

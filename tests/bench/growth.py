@@ -280,14 +280,14 @@ def books(trainer, job, rows, groups, task, step):
     row = {"step": step, **metrics.step_metrics(groups, [task]), "lr": 1e-5, "loss": 0.1}
     job.step = step + 1
     if job.step % 10 == 0:
-        checkpoint.save_groups(job, f"eval-{step:06d}", groups)
+        checkpoint.save_groups(job.run, f"eval-{step:06d}", groups)
         result = metrics.evaluation(groups, [task])
         row |= metrics.evaluation_columns(result)
         checkpoint.keep_best(trainer, job, result | {"step": step})
     row["alarms"] = metrics.alarms(row, rows)
     rows.append(row)
     metrics.collapse(rows, job.best)
-    row |= metrics.timing(trainer, [0.0, 10.0, 20.0, 20.1, 20.1], groups)
+    row |= metrics.timing(trainer, [0.0, 10.0, 20.0, 20.1, 20.1])
     checkpoint.write_step(trainer, trainer, job, row, groups)
     page.plot_now_and_then(job.run.dir)
 
