@@ -592,7 +592,7 @@ async def train(policy, cfg: Config, job, update=update) -> None:
 
             # record: row, transcripts, checkpoint, plot; a step counts once its checkpoint is there
             if job.run:
-                row |= metrics.timing(policy, times)
+                row |= metrics.timing(policy, times, played)
                 await in_trainer(checkpoint.write_step, policy, optimizer, job, row, played)
                 await in_trainer(console.step_made, job.run, rows, cfg.steps)
 

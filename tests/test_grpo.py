@@ -297,7 +297,7 @@ def test_one_wild_score_does_not_hide_a_good_policy():
 
 def numbers_of(rows):
     """The rows without times and memory."""
-    timed = re.compile("seconds|memory_gb")
+    timed = re.compile("time|seconds|tokens_per_second|memory_gb")
     return [{k: v for k, v in row.items() if not timed.match(k)} for row in rows]
 
 

@@ -6,6 +6,7 @@ The mean value chooses the best adapter and heads every table, line and curve: s
 
 import itertools
 import re
+import time
 from math import hypot, isnan
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -62,15 +63,18 @@ def step_metrics(groups: list[Group], tasks: list[Task]) -> dict:
     }
 
 
-def timing(policy, times: list[float]) -> dict:
+def timing(policy, times: list[float], groups: list[Group]) -> dict:
     """The row's numbers about time and memory. times: of the begin of the step and of the end of
     each phase; "sample" is the time in which the trainer waited for episodes.
     """
     phases = [after - before for before, after in itertools.pairwise(times)]
+    seconds = sum(phases[:3])
     return {
-        "seconds": sum(phases[:3]),
+        "seconds": seconds,
         **dict(zip(PHASES, phases)),
+        "tokens_per_second": sum(e.reply_tokens for g in groups for e in g.played) / seconds,
         "memory_gb": peak_bytes(policy.device) / 2**30,
+        "time": time.time(),
     }
 
 

@@ -287,7 +287,7 @@ def books(trainer, job, rows, groups, task, step):
     row["alarms"] = metrics.alarms(row, rows)
     rows.append(row)
     metrics.collapse(rows, job.best)
-    row |= metrics.timing(trainer, [0.0, 10.0, 20.0, 20.1, 20.1])
+    row |= metrics.timing(trainer, [0.0, 10.0, 20.0, 20.1, 20.1], groups)
     checkpoint.write_step(trainer, trainer, job, row, groups)
     page.plot_now_and_then(job.run.dir)
 
