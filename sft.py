@@ -85,28 +85,27 @@ def best_episodes(cfg: Config, tasks: list) -> list[dict]:
 
     Raises UserError if there is none, or if a run does not exist.
     """
-    files = []
+    by_name = {task.name: task for task in tasks}
+    found = {name: {} for name in by_name}  # task -> replies -> (improvement, episode)
     for run in cfg.runs:
         if not Path(run).is_dir():
             raise UserError(f"--runs: there is no run directory {run}.")
         # the names of evaluations begin with a letter
-        files += sorted(Path(run).rglob("episodes/[0-9]*.jsonl"))
-    chosen = []
-    for task in tasks:
-        found = {}  # replies -> (improvement, episode)
-        for file in files:
+        for file in sorted(Path(run).rglob("episodes/[0-9]*.jsonl")):
             for episode in read_rows(file):
-                score = episode["score"]
-                if episode["task"] != task.name or not score or not score["valid"]:
+                score, task = episode["score"], by_name.get(episode["task"])
+                if not task or not score or not score["valid"]:
                     continue
                 value = improvement(score["value"], task)
                 if value > 0:
-                    found[replies_of(episode)] = (value, episode)
-        ranked = sorted(found.values(), key=lambda pair: -pair[0])
+                    found[task.name][replies_of(episode)] = (value, episode)
+    chosen = []
+    for episodes in found.values():
+        ranked = sorted(episodes.values(), key=lambda pair: -pair[0])
         count = min(MOST_EPISODES, max(1, round(cfg.share * len(ranked))))
         chosen += [episode for _, episode in ranked[:count]]
     if not chosen:
-        names, runs = " ".join(cfg.tasks.task), " ".join(cfg.runs)
+        names, runs = " ".join(by_name), " ".join(cfg.runs)
         raise UserError(f"--runs: no episode of {names} in {runs or 'no run'} beats the baseline.")
     return chosen
 

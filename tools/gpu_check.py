@@ -358,7 +358,7 @@ def other_engine(model: str, **lora) -> tuple:
 
     options = gpu_engine_options(REQUESTS) if has_gpu() else cpu_engine_options(2048)
     base = resolve_model(model).base
-    config = AutoConfig.from_pretrained(base)
+    config = AutoConfig.from_pretrained(base).get_text_config()
     dtype = getattr(torch, DTYPE or ("bfloat16" if has_gpu() else "float32"))
     arguments = EngineArgs(
         model=base,
