@@ -393,10 +393,11 @@ class Trainer:
         self.adapter_layers = [m for m in self.model.modules() if isinstance(m, LoraLayer)]
         for layer in self.adapter_layers:
             layer.forward = MethodType(lora_forward, layer)
-        self.packs = can_pack(self.model)
-        self.uses_varlen = self.packs and has_varlen(base)
-        if self.packs:
+        if can_pack(base):
             base.set_attn_implementation("packed")
+        # some models refuse it, as Falcon does
+        self.packs = base.config.get_text_config()._attn_implementation == "packed"
+        self.uses_varlen = self.packs and has_varlen(base)
         # cuDNN makes a plan for each new shape, which takes longer than the attention.
         torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -433,12 +434,14 @@ class Trainer:
         """
         from transformers.modeling_layers import GradientCheckpointingLayer
 
-        model = self.model.get_base_model()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        # A layer recomputes only in training mode. Its parts stay in evaluation mode.
-        layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        from flatlab.model.packing import recomputed_forward
+
+        # gradient_checkpointing_enable() works in training mode only, where some layers drop out.
+        layers = [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer)]
         for number, layer in enumerate(layers):
-            layer.training = number < count
+            vars(layer).pop("forward", None)
+            if number < count:
+                layer.forward = MethodType(recomputed_forward, layer)
 
     def parameters(self) -> list:
         """The trainable tensors: LoRA A and B of every layer."""

@@ -26,7 +26,7 @@ from flatlab.model.packing import (
     lora_forward,
 )
 from helpers import PROJECT, TINY_TEXTS, make_model, python, user_error
-from policy import TINY, Agreement, Policy, lora_settings, resolve_model
+from policy import TINY, Agreement, Policy, Trainer, lora_settings, resolve_model
 from training import all_close, has_weights, pair, randomise, weights_of
 
 CHAT = [
@@ -429,9 +429,8 @@ def test_recomputed_layers_change_no_number(policy):
     """And they are really recomputed."""
     randomise(policy)
     logp, _, grads = loss_and_grads(policy.logprobs, policy, BATCH)
-    causal_lm = policy.model.get_base_model()
     calls = []
-    layers = causal_lm.base_model.layers
+    layers = policy.model.get_base_model().base_model.layers
     hooks = [m.self_attn.register_forward_hook(lambda m, *_: calls.append(m)) for m in layers]
     try:
         policy.recompute_layers(1)
@@ -439,11 +438,33 @@ def test_recomputed_layers_change_no_number(policy):
     finally:
         for hook in hooks:
             hook.remove()
-        causal_lm.gradient_checkpointing_disable()
-        causal_lm.eval()
+        policy.recompute_layers(0)
     assert [calls.count(m.self_attn) for m in layers] == [2] + [1] * (len(layers) - 1)
     assert torch.equal(logp, again)
     assert all_close(grads, again_grads, 1e-6)
+
+
+@pytest.mark.parametrize("family", ["opt", "falcon"])
+def test_no_layer_drops_out_and_an_output_may_be_changed_in_place(family):
+    """Also in recomputed layers. Falcon cannot be packed, though its config does not say so."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+    sizes |= {"ffn_dim": 64, "word_embed_proj_dim": 32, "hidden_dropout": 0.5, "dropout": 0.5}
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+    alone = []
+    for tokens, mask in COMMON:
+        with torch.no_grad():
+            logp = base.eval()(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        alone += [logp[i - 1, tokens[i]] for i, trained in enumerate(mask) if trained]
+    trainer = Trainer(base, {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}, 1.0)
+    assert trainer.packs == (family == "opt")
+    for count in (0, 1, 2):
+        trainer.recompute_layers(count)
+        logp, _ = trainer.logprobs(COMMON)
+        logp.sum().backward()
+        assert all_close([logp], [torch.stack(alone)], 1e-5)
 
 
 def test_requests_enter_a_running_batch_and_can_be_cancelled(policy, monkeypatch):

@@ -579,7 +579,7 @@ def use_peft(trainer) -> None:
 
 
 def compile_layers(trainer) -> None:
-    """Compiles each decoder layer, once for all lengths; on a CPU the first one, as a test."""
+    """Compiles the decoder layers, once for all of them and for all lengths."""
     import torch
     from transformers import AttentionInterface
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -589,10 +589,9 @@ def compile_layers(trainer) -> None:
     backend = "inductor" if has_gpu() else "aot_eager"  # which generates no code
     # Python lengths in a compiled layer would compile it anew for each batch.
     AttentionInterface.register("packed", torch.compiler.disable(packing.attend))
-    modules = trainer.model.modules()
-    layers = [layer for layer in modules if isinstance(layer, GradientCheckpointingLayer)]
-    for layer in layers if has_gpu() else layers[:1]:
-        layer.compile(dynamic=True, backend=backend)
+    for kind in {type(layer) for layer in trainer.model.modules()}:
+        if issubclass(kind, GradientCheckpointingLayer):
+            kind.forward = torch.compile(kind.forward, dynamic=True, backend=backend)
 
 
 def attention(model: str) -> list:

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import varlen
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.pytorch_utils import Conv1D
@@ -173,29 +174,27 @@ class LoraProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, a, b, scale):
-        """x: (..., in). weight: (out, in), frozen. a: (r, in); b: (out, r); both are rounded to the
+        """x: (N, in). weight: (out, in), frozen. a: (r, in); b: (out, r); both are rounded to the
         type of x.
         """
-        rows = x.flatten(0, -2)
         a = a.to(x.dtype)
         b = b.to(x.dtype)
-        reduced = rows @ a.T
-        y = F.linear(rows, weight, bias)
+        reduced = x @ a.T
+        y = F.linear(x, weight, bias)
         y.addmm_(reduced, b.T, alpha=scale)
-        ctx.save_for_backward(rows, weight, a, b, reduced)
+        ctx.save_for_backward(x, weight, a, b, reduced)
         ctx.scale = scale
-        return y.unflatten(0, x.shape[:-1])
+        return y
 
     @staticmethod
-    def backward(ctx, grad_y):
-        rows, weight, a, b, reduced = ctx.saved_tensors
-        grad = grad_y.flatten(0, -2)
+    def backward(ctx, grad):
+        x, weight, a, b, reduced = ctx.saved_tensors
         grad_reduced = (grad @ b) * ctx.scale
         grad_b = (grad.T @ reduced) * ctx.scale
-        grad_a = grad_reduced.T @ rows
+        grad_a = grad_reduced.T @ x
         grad_x = None
         if ctx.needs_input_grad[0]:  # not in the first decoder layer
-            grad_x = (grad @ weight).addmm_(grad_reduced, a).unflatten(0, grad_y.shape[:-1])
+            grad_x = (grad @ weight).addmm_(grad_reduced, a)
         return grad_x, None, None, grad_a, grad_b, None
 
 
@@ -207,7 +206,16 @@ def lora_forward(layer, x):
     weight = base.weight.T if isinstance(base, Conv1D) else base.weight
     a = layer.lora_A["default"].weight
     b = layer.lora_B["default"].weight
-    return LoraProduct.apply(x, weight, base.bias, a, b, layer.scaling["default"])
+    scale = layer.scaling["default"]
+    # A view made inside of the function could not be changed in place, as Falcon does.
+    y = LoraProduct.apply(x.flatten(0, -2), weight, base.bias, a, b, scale)
+    return y.unflatten(0, x.shape[:-1])
+
+
+def recomputed_forward(layer, *args, **kwargs):
+    """The forward pass of a decoder layer, which is repeated in the backward pass."""
+    forward = partial(type(layer).forward, layer)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 class Head(NamedTuple):
