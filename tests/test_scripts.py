@@ -195,14 +195,14 @@ def test_a_search_becomes_a_policy_and_that_searches(tmp_path, tiny_model):
     """Although the imitation is killed once."""
     search = "--task titanic --backend local --sampling-mode none --name"
     done(tmp_path, "search.py", f"{search} tree --nodes 8 --rule-args branching=8")
-    imitation = "--runs logs/tree --task titanic --updates 12 --name learned"
+    imitation = "--runs logs/tree --task titanic --updates 8 --name learned"
     run = tmp_path / "logs/learned"
     is_far = lambda: any(run.glob("checkpoints/0*"))  # noqa: E731
     run_until(tmp_path, is_far, "sft.py", imitation, signal.SIGKILL)
     out = done(tmp_path, "sft.py", imitation)
     assert "resumed after step" in out
     losses = [row["loss"] for row in read_rows(run / "metrics.jsonl")]
-    assert len(losses) == 12 and losses[-1] < losses[0]
+    assert len(losses) == 8 and losses[-1] < losses[0]
     assert "was finished before: nothing was run" in done(tmp_path, "sft.py", imitation)
     done(tmp_path, "search.py", f"{search} again --nodes 1 --model logs/learned/best")
     [[before]], [[after]] = (segments_of(run.parent / name, "000000") for name in ("tree", "again"))
