@@ -41,6 +41,7 @@ from flatlab import options
 from flatlab.errors import SandboxFault, UserError, user_code
 from flatlab.numbers import value_text
 from flatlab.runs import cli, store
+from flatlab.task.sanity import warning
 from flatlab.task.value import improvement, value_of
 from flatlab.tree import prompts, rules
 from flatlab.tree.nodes import Choice, Node, Tree, open_trees, results, seed_from
@@ -401,7 +402,7 @@ def start(t: Tree, choice: Choice) -> Node:
 async def begin(t: Tree, policy) -> None:
     """Prepares a tree for its first node. policy: samples replies and strategies."""
     t.policy = policy
-    t.run.result(**results(t), status="running")
+    t.run.result(**results(t), degenerate=warning([t.task]), status="running")
     if "limits" in t.texts.uses["about"]:  # requests tell about the sandboxes
         async with env.Env(t.task, t.cfg.sandbox, t.seed) as world:
             await in_thread(world.restart)

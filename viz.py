@@ -154,7 +154,7 @@ def step_summary(rows: list[dict]) -> str:
     import pandas
 
     # evaluations are rare, their standard errors and the seconds of the phases are details
-    shown = "^(?!step$|time$|version$|eval_|seconds_).*(?<!stderr)$"
+    shown = "^(?!step$|eval_|seconds_).*(?<!stderr)$"
     frame = pandas.DataFrame(rows).select_dtypes("number").filter(regex=shown)
     window = plots.window_of(rows)
     means = {"first": frame.head(window).mean(), "last": frame.tail(window).mean()}

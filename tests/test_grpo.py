@@ -574,7 +574,7 @@ def test_the_lengths_fit_a_model_of_few_positions():
 def test_a_run_on_a_degenerate_task_begins_with_a_warning(capsys):
     task = replace(TASK, degenerate="the sex rule is the label")
     console.first_lines(CFG, [task], ModelPath("x", None, True))
-    assert "warning  titanic: the sex rule is the label" in capsys.readouterr().out
+    assert "warning  a score says little on titanic: the sex rule" in capsys.readouterr().out
     assert "the sex rule is the label" in metrics.first_results([task], "training")["degenerate"]
 
 

@@ -79,9 +79,11 @@ def test_the_area_by_hand(tmp_path, monkeypatch):
 
 def test_the_largest_area_is_first_also_beside_our_value(tmp_path, monkeypatch):
     monkeypatch.setenv("MLGYM_ROOT", str(make_root(tmp_path)))
-    run = evaluated(tmp_path / "ours", (0.1,), larger_is_better={"titanic": True}, left_out={})
+    result = {"larger_is_better": {"titanic": True}, "left_out": {}, "degenerate": "titanic: why"}
+    run = evaluated(tmp_path / "ours", (0.1,), **result)
     run.config.update(suite="suite.yaml", max_turns=2, temperature=1.0)
     text = suite.report(suite.read_suite(f"{tmp_path}/suite.yaml"), [run])
+    assert "ours: a score says little on titanic: why." in text
     names = [line.split()[0] for line in text.split("\n\n")[1].splitlines()[2:]]
     assert names == ["y", "x", "baseline", str(run.dir)]
 

@@ -600,7 +600,9 @@ def test_what_the_numbers_do_not_say_is_a_sentence(tmp_path):
     assert "a: the best node was not scored on the test part." in tables.notes([run])
     run.result["selected_on_test"] = True
     run.rows[0]["alarms"] = ["The loss is not finite."]
-    optimistic, alarm = tables.notes([run])
+    run.result["degenerate"] = "titanic: women survive"
+    optimistic, degenerate, alarm = tables.notes([run])
+    assert degenerate == "a: a score says little on titanic: women survive."
     assert "its score is optimistic" in optimistic
     assert "a: the last alarms: The loss" in alarm
 

@@ -93,5 +93,5 @@ def scalars(row: dict) -> dict[str, float]:
     return {
         key: value
         for key, value in row.items()
-        if key not in ("step", "order", "time") and number(value) is not None
+        if key not in ("step", "order") and number(value) is not None
     }

@@ -23,6 +23,12 @@ def degenerate(task: Task) -> str | None:
     return "; ".join(filter(None, reasons)) or None
 
 
+def warning(tasks: list[Task]) -> str:
+    """'task: reason' for each degenerate one, or ""."""
+    reasons = {task.name: degenerate(task) for task in tasks}
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
+
+
 def sanity_file(task: Task) -> Path:
     """Where the result of the sanity check is kept. The name changes with the task."""
     return cache_dir() / "sanity" / f"{task.name}-{task.digest()}.json"

@@ -6,7 +6,6 @@ The mean value chooses the best adapter and heads every table, line and curve: s
 
 import itertools
 import re
-import time
 from math import hypot, isnan
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -14,7 +13,7 @@ from statistics import fmean, median, stdev
 from flatlab.errors import UserError
 from flatlab.numbers import number, standard_error
 from flatlab.task.definition import Task
-from flatlab.task.sanity import degenerate
+from flatlab.task.sanity import warning
 from flatlab.task.value import summary, value_of
 from flatlab.train.batch import Group
 
@@ -36,7 +35,7 @@ def first_results(tasks: list[Task], kind: str) -> dict:
         "task": " ".join(task.name for task in tasks),
         **scale,
         "selected_on_test": any(task.selected_on_test for task in tasks),
-        "degenerate": "; ".join(filter(None, map(degenerate, tasks))) or None,
+        "degenerate": warning(tasks),
     }
 
 
@@ -74,7 +73,6 @@ def timing(policy, times: list[float], groups: list[Group]) -> dict:
         **dict(zip(PHASES, phases)),
         "tokens_per_second": sum(e.reply_tokens for g in groups for e in g.played) / seconds,
         "memory_gb": peak_bytes(policy.device) / 2**30,
-        "time": time.time(),
     }
 
 

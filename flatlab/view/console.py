@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 
 from flatlab.numbers import count, duration, plus_minus
-from flatlab.task.sanity import degenerate
+from flatlab.task.sanity import warning
 from flatlab.task.value import value_of
 from flatlab.view import page, tables
 from flatlab.view.reader import read_run
@@ -22,9 +22,9 @@ def say(text: str) -> None:
 
 def first_lines(cfg, tasks: list, path, why: str = "") -> None:
     """path: of the model, None for an endpoint. why: of the sandbox, if there are any."""
+    if text := warning(tasks):
+        print(f"warning  a score says little on {text}")
     for task in tasks:
-        if warning := degenerate(task):
-            print(f"warning  {task.name}: {warning}")
         print(
             f"task     {task.name}: {task.metric}, {task.direction}, baseline {task.baseline:.4g}"
         )

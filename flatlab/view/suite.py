@@ -14,7 +14,7 @@ from flatlab.errors import UserError
 from flatlab.files import read_mapping, write_whole
 from flatlab.runs.fingerprint import ROOT
 from flatlab.task.mledojo import mledojo_names
-from flatlab.view import plots
+from flatlab.view import plots, tables
 from flatlab.view.reader import RunData, folder_of
 
 KINDS = ["best attempt", "best submission"]
@@ -198,9 +198,9 @@ def report(suite: dict, runs: list[RunData]) -> str:
         order = [f"AUP, {kind}" for kind in KINDS]
         totals[order] = areas.T
     totals = totals.sort_values(order, ascending=False)
-    tables = cells.dropna(subset="value"), totals.dropna(axis=1, how="all")  # cells of ours alone
+    shown = cells.dropna(subset="value"), totals.dropna(axis=1, how="all")  # cells of ours alone
     look = {"float_format": "{:.4g}".format, "na_rep": "-"}
-    parts = [table.to_string(**look) for table in tables if len(table)]
+    parts = [table.to_string(**look) for table in shown if len(table)]
     for name, other in itertools.combinations(ours, 2):
         chance = interval(probability_of_improvement, *ours[name], *ours[other])
         parts.append(f"probability that {name} is better than {other}: {chance}")
@@ -218,7 +218,7 @@ def notes(suite: dict, runs: list[RunData]) -> str:
         )
         for task, why in run.result["left_out"].items():
             lines.append(f"{run.dir}: without {task}. {why}")
-    return "\n".join([*lines, suite["notes"]])
+    return "\n".join([*lines, *tables.notes(runs), suite["notes"]])
 
 
 def draw(tau, rho, models: list[str], ours: list[str]):

@@ -150,6 +150,7 @@ NOTES = {
     "selected_on_test": "the task has a test part only, so the best was chosen on it and its score "
     "is optimistic",
     "exact": "the score is exact",
+    "degenerate": "a score says little on {degenerate}",
     "ungraded": "the grader gave no result for {ungraded} failed nodes: see grader_output in the "
     "journal",
     "without_strategy": "{without_strategy} of {nodes} nodes got no strategy, so their mode is "
