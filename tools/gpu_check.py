@@ -376,26 +376,29 @@ def other_engine(model: str, **lora) -> tuple:
 
 
 def decode_row(what: str, engine, prompts: list, logprobs=0, adapter=None) -> tuple:
-    """Median time of a step in which every request gets a token, and how long of it the GPU works;
-    the second of two rounds.
+    """Median time of a step in which every request gets a token, of the second of two rounds, and
+    how long of it the GPU works, of a third one: a profiler takes time.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    activity = ProfilerActivity.CUDA if has_gpu() else ProfilerActivity.CPU
     for number in range(2):
         add_requests(engine, prompts, f"{what} {number}", logprobs, adapter)
         ends = []
-        for _ in range(TOKENS // 2):
-            engine.step()
-            ends.append(time.perf_counter())
-        with profile(activities=[activity]) as measured:
-            for _ in range(8):
-                engine.step()
-            if has_gpu():
-                torch.cuda.synchronize()
         while engine.has_unfinished_requests():
             engine.step()
+            ends.append(time.perf_counter())
+    add_requests(engine, prompts, f"{what} profiled", logprobs, adapter)
+    for _ in range(TOKENS // 2):
+        engine.step()
+    activity = ProfilerActivity.CUDA if has_gpu() else ProfilerActivity.CPU
+    with profile(activities=[activity]) as measured:
+        for _ in range(8):
+            engine.step()
+        if has_gpu():
+            torch.cuda.synchronize()
+    while engine.has_unfinished_requests():
+        engine.step()
     seconds = median(after - before for before, after in pairwise(ends[len(ends) // 2 :]))
     busy = sum(event.self_device_time_total for event in measured.key_averages()) / 8
     note = f"{len(prompts)} requests"
