@@ -219,7 +219,7 @@ def main() -> None:
         cfg = cli.parse_config(Config, argv, given["settings"])
         part = Path(cfg.suite).stem
         if [*cfg.tasks.task] != given["settings"].get("task"):
-            part += f"-{value_text(cfg.tasks.task)}"
+            part += f"-{value_text(cfg.tasks.task)[:100]}"
     options.check_values(cfg)
     parser = ArgumentParser(add_help=False)  # tyro keeps the last --model only
     parser.add_argument("--model", action="append")

@@ -98,9 +98,6 @@ async def grow(t: Tree, slots: asyncio.Semaphore, micro_tokens: int) -> None:
         row = row_of(t, sum(picked, []), groups)
         job.step = policy.version
         row |= await in_trainer(grpo.update, policy, optimizer, groups, cfg, job)
-        for nodes, group in zip(picked, groups):
-            for node, episode in zip(nodes, group.episodes):
-                t.save(node, episode)  # now with its advantages
         policy.sync()
         if row.get("skipped"):
             await policy.check_sync()
@@ -108,6 +105,9 @@ async def grow(t: Tree, slots: asyncio.Semaphore, micro_tokens: int) -> None:
         # The last adapter is the best one, because no evaluation compares them.
         await in_trainer(checkpoint.save_adapter, policy, job, "best")
         await in_trainer(checkpoint.write_step, policy, optimizer, job, row)
+        for nodes, group in zip(picked, groups):
+            for node, episode in zip(nodes, group.episodes):
+                t.save(node, episode)  # now with its advantages
         print(console.round_line(row), flush=True)
     await search.close(t)
 

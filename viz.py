@@ -153,8 +153,9 @@ def step_summary(rows: list[dict]) -> str:
     """The numbers in the rows at the start and at the end of the run."""
     import pandas
 
-    # evaluations are rare, their standard errors and the seconds of the phases are details
-    shown = "^(?!step$|eval_|seconds_).*(?<!stderr)$"
+    # evaluations are rare, standard errors and the seconds of the phases are details; runs of
+    # earlier versions have the time
+    shown = "^(?!step$|time$|eval_|seconds_).*(?<!stderr)$"
     frame = pandas.DataFrame(rows).select_dtypes("number").filter(regex=shown)
     window = plots.window_of(rows)
     means = {"first": frame.head(window).mean(), "last": frame.tail(window).mean()}

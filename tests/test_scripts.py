@@ -203,7 +203,7 @@ def test_a_search_becomes_a_policy_and_that_searches(tmp_path, tiny_model):
     assert "resumed after step" in out
     losses = [row["loss"] for row in read_rows(run / "metrics.jsonl")]
     assert len(losses) == 8 and losses[-1] < losses[0]
-    assert "was finished before: nothing was run" in done(tmp_path, "sft.py", imitation)
+    assert "was finished before: nothing is left to run" in done(tmp_path, "sft.py", imitation)
     done(tmp_path, "search.py", f"{search} again --nodes 1 --model logs/learned/best")
     [[before]], [[after]] = (segments_of(run.parent / name, "000000") for name in ("tree", "again"))
     assert before["tokens"][:50] == after["tokens"][:50]

@@ -83,7 +83,7 @@ def test_the_largest_area_is_first_also_beside_our_value(tmp_path, monkeypatch):
     run = evaluated(tmp_path / "ours", (0.1,), **result)
     run.config.update(suite="suite.yaml", max_turns=2, temperature=1.0)
     text = suite.report(suite.read_suite(f"{tmp_path}/suite.yaml"), [run])
-    assert "ours: a score says little on titanic: why." in text
+    assert "\na score says little: titanic: why\n" in text
     names = [line.split()[0] for line in text.split("\n\n")[1].splitlines()[2:]]
     assert names == ["y", "x", "baseline", str(run.dir)]
 

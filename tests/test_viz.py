@@ -180,6 +180,8 @@ def test_what_a_step_was_learned_from_in_the_terminal(tmp_path, capsys):
     first, second = re.findall("^ *1/[01] .*", text, re.M)
     assert first.split() == "1/0 0 +0.900 +1.200 1 of 2 2 0.9 submit 9 1.5 titanic".split()
     assert "-0.400     2 of 2" in second
+    rows = [{"task": "titanic", "reward": reward} for reward in (0, 1)]  # as in a journal
+    assert tables.learned(rows) == "titanic, rewards +0.000 to +1.000"
 
 
 def test_transcripts_of_training_in_the_terminal(tmp_path, capsys):
@@ -228,6 +230,8 @@ def test_several_runs_and_strangers_among_them(tmp_path, capsys):
     searched(tmp_path / "b", seed=2)
     (tmp_path / "notes").mkdir()
     (tmp_path / "file.txt").write_text("x")
+    (tmp_path / "a" / "wandb" / "files").mkdir(parents=True)
+    (tmp_path / "a" / "wandb" / "files" / "config.yaml").write_text("seed: 1")  # W&B's own
     viz.main(viz.Options(tuple(tmp_path.iterdir())))
     [error] = capsys.readouterr().err.splitlines()
     assert "notes is not a run directory" in error
@@ -451,13 +455,13 @@ def test_an_evaluation_of_several_tasks_has_a_line_for_each(tmp_path):
 
 
 def test_an_imitation_has_a_loss_and_no_value(tmp_path):
-    steps = [{"step": step, "loss": 0.5 - 0.1 * step, "seconds": 1.0} for step in range(2)]
+    steps = [{"step": step, "loss": 0.5 - 0.1 * step, "time": 1.8e9} for step in range(2)]
     run = stored(tmp_path, {"kind": "imitation", "episodes": 12}, steps)
     assert tables.headline(run) == "Imitation of 12 episodes: last loss 0.4000. Status: running."
     assert "An imitation has no value" in tables.table([run])
     assert "loss" in viz.summary(run)
-    [path] = page.draw([run], tmp_path)
-    assert path.name == "curves.png"
+    assert "time" not in viz.summary(run)  # in rows of earlier versions
+    assert [path.name for path in page.write([run])] == ["curves.png", "report.html"]
 
 
 # ------------------------------------------------------------------ curves
@@ -602,7 +606,7 @@ def test_what_the_numbers_do_not_say_is_a_sentence(tmp_path):
     run.rows[0]["alarms"] = ["The loss is not finite."]
     run.result["degenerate"] = "titanic: women survive"
     optimistic, degenerate, alarm = tables.notes([run])
-    assert degenerate == "a: a score says little on titanic: women survive."
+    assert degenerate == "a: a score says little: titanic: women survive."
     assert "its score is optimistic" in optimistic
     assert "a: the last alarms: The loss" in alarm
 

@@ -218,7 +218,7 @@ def begin_run(cfg, digests: list[str], model, is_finished, where=None, **cell):
     where = where or run_directory(cfg.name)
     run = open_run(where, config, made_by, cfg.RESUMABLE, is_finished)
     if run.finished:
-        print(f"{where} was finished before: nothing was run.")
+        print(f"{where} was finished before: nothing is left to run.")
     else:
         run.trackers = trackers.open_trackers(run)
     return run

@@ -92,7 +92,7 @@ def find_runs(paths) -> tuple[list[RunData], list[str]]:
     runs, errors = [], []
     paths = [path for path in paths if len(paths) == 1 or not path.is_file()]
     for path in paths:
-        inside = sorted(config.parent for config in path.glob("**/config.yaml"))
+        inside = sorted(result.parent for result in path.glob("**/result.json"))
         for directory in inside or [path]:
             try:
                 runs.append(read_run(directory))

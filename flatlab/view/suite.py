@@ -14,7 +14,7 @@ from flatlab.errors import UserError
 from flatlab.files import read_mapping, write_whole
 from flatlab.runs.fingerprint import ROOT
 from flatlab.task.mledojo import mledojo_names
-from flatlab.view import plots, tables
+from flatlab.view import plots
 from flatlab.view.reader import RunData, folder_of
 
 KINDS = ["best attempt", "best submission"]
@@ -218,7 +218,10 @@ def notes(suite: dict, runs: list[RunData]) -> str:
         )
         for task, why in run.result["left_out"].items():
             lines.append(f"{run.dir}: without {task}. {why}")
-    return "\n".join([*lines, *tables.notes(runs), suite["notes"]])
+    for text in dict.fromkeys(run.result.get("degenerate") for run in runs):
+        if text:
+            lines.append(f"a score says little: {text}")
+    return "\n".join([*lines, suite["notes"]])
 
 
 def draw(tau, rho, models: list[str], ours: list[str]):

@@ -150,7 +150,7 @@ NOTES = {
     "selected_on_test": "the task has a test part only, so the best was chosen on it and its score "
     "is optimistic",
     "exact": "the score is exact",
-    "degenerate": "a score says little on {degenerate}",
+    "degenerate": "a score says little: {degenerate}",
     "ungraded": "the grader gave no result for {ungraded} failed nodes: see grader_output in the "
     "journal",
     "without_strategy": "{without_strategy} of {nodes} nodes got no strategy, so their mode is "
@@ -240,7 +240,7 @@ def sections(run: RunData, items: list[dict]) -> dict[str, list[dict]]:
     """Heading -> the episodes of a group that were compared with each other, or of an evaluation;
     one for runs without groups.
     """
-    if run.kind != "training" and "round" not in items[0]:
+    if run.kind != "training" and "round" not in run.rows[0]:
         return {run.name: items}
     groups = {}
     for item in items:
@@ -258,13 +258,16 @@ def learned(items: list[dict]) -> str:
     """The task and the rewards of a group, and how many of its episodes were trained."""
     rewards = found(items, "reward") or [math.nan]
     low, high = min(rewards), max(rewards)
-    trained = sum(bool(item.get("advantages")) for item in items)
+    text = f"{items[0]['task']}, rewards {low:+.3f} to {high:+.3f}"
+    if not all("advantages" in item for item in items):  # some transcripts were not read
+        return text
+    trained = sum(bool(item["advantages"]) for item in items)
     how = f"{trained} of {len(items)} trained"
     if low == high:
         how = "equal rewards, none trained"
     elif not trained:
         how = "no advantages stored"
-    return f"{items[0]['task']}, rewards {low:+.3f} to {high:+.3f}, {how}"
+    return f"{text}, {how}"
 
 
 # ------------------------------------------------------------------ groups of runs
