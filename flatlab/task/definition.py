@@ -29,7 +29,7 @@ class Task:
     """One task. The keys of `public` and `hidden` are paths relative to the sandbox's workspace."""
 
     name: str
-    prompt: str  # question; texts.py adds how to reply, the files and the limits
+    prompt: str  # question; prompts.py adds how to reply, the files and the limits
     metric: str  # key of the score in the grader's JSON line
     higher_is_better: bool
     baseline: float  # score of doing nothing clever, on splits[0]
