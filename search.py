@@ -5,7 +5,7 @@
     python search.py --task titanic --select mcts --nodes 30 --model logs/grpo-titanic-tiny-0/best
     python viz.py logs/search-titanic-tail-tiny-0              the tree
 
-The same command again resumes a search. learn.py also trains the model while it searches.
+The same command again resumes a search. examples/learn.py also trains the model while it searches.
 
 One node:
 1. select: a rule picks the finished node to build on. The root is the measured baseline.

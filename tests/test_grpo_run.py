@@ -318,7 +318,7 @@ BAD_INPUT = {
     "--agent true --thoughts drop": "--thoughts is not for --agent",
     "--sft logs/a": "An imitation is a script: python sft.py --runs",
     "--sft_lr 1e-3": "An imitation is a script: python sft.py --runs",
-    "--learn 3": "A search that learns is a script: python learn.py",
+    "--learn 3": "A search that learns is a script: python examples/learn.py",
     "--select evaluation": "An evaluation is a script: python evaluate.py",
     "configs/evaluate.yaml": "An evaluation is a script: python evaluate.py",
     "--advantage ppo": "PPO is an example: python examples/ppo.py",

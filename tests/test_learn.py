@@ -1,4 +1,4 @@
-"""learn.py: a real model and its trainer, with episodes of one reply.
+"""examples/learn.py: a real model and its trainer, with episodes of one reply.
 
 The script itself runs in test_search.py.
 """
@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-import learn
 import search
 import viz
+from examples import learn
 from flatlab.files import read_rows
 from flatlab.runs.cli import parse_config
 from flatlab.tree.nodes import open_trees

@@ -18,9 +18,9 @@ import pytest
 import evaluate
 import grpo
 import helpers
-import learn
 import search
 import sft
+from examples import learn
 from flatlab import files, options
 from flatlab.errors import SandboxFault, UserError
 from flatlab.options import BOUNDS, EpisodeOptions

@@ -698,7 +698,8 @@ ROUNDS = "--sampling-mode none --nodes 12 --parents 2 --children 2"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name, flags, moment, rows", [("search.py", GRID, 3, [4, 4]), ("learn.py", ROUNDS, 6, [12])]
+    "name, flags, moment, rows",
+    [("search.py", GRID, 3, [4, 4]), ("examples/learn.py", ROUNDS, 6, [12])],
 )
 def test_the_stand_in_grows_a_tree_survives_kill_9_and_goes_on(name, flags, moment, rows):
     """Real engine, sandboxes, graders: killed in the middle, resumed, called when finished."""

@@ -22,7 +22,7 @@ from flatlab.options import flat
 
 # Flags, values and presets of earlier versions -> what replaces them
 IMITATION = "An imitation is a script: python sft.py --runs logs/RUN; then grpo.py --model."
-LEARNING = "A search that learns is a script: python learn.py --task TASK."
+LEARNING = "A search that learns is a script: python examples/learn.py --task TASK."
 EVALUATION = "An evaluation is a script: python evaluate.py --task TASK."
 MOVED = {
     "--sft": IMITATION,
