@@ -18,7 +18,7 @@ import pytest
 import search
 from examples import rules as examples
 from flatlab.task.value import improvement
-from flatlab.tree import prompts, rules
+from flatlab.tree import requests, rules
 from flatlab.tree.nodes import Choice, Node, Tree, code_in
 from helpers import search_config
 from tasks import load_task
@@ -454,9 +454,9 @@ UNREAD = {
 
 def test_replies():
     for reply, strategies in REPLIES.items():
-        assert prompts.parse(reply)[0] == strategies, reply
+        assert requests.parse(reply)[0] == strategies, reply
     for reply, count in UNREAD.items():
-        assert prompts.parse(reply)[1] == count, reply
+        assert requests.parse(reply)[1] == count, reply
 
 
 PROBABILITIES = (
@@ -480,7 +480,7 @@ PROBABILITIES = (
 def test_probabilities():
     for text, value in PROBABILITIES:
         expected = None if value is None else pytest.approx(value)
-        assert prompts.probability(text) == expected, text
+        assert requests.probability(text) == expected, text
 
 
 def test_ten_thousand_hostile_replies():
@@ -493,12 +493,12 @@ def test_ten_thousand_hostile_replies():
     for _ in range(10_000):
         letters = map(chr, rng.choices(range(1, 0x500), k=40))
         reply = "".join(rng.choices([*parts, *letters], k=rng.randrange(100)))
-        for idea, p in prompts.parse(reply)[0]:
+        for idea, p in requests.parse(reply)[0]:
             assert "\\" in reply or all(word in reply for word in re.findall(r"\w+", idea))
             assert len(idea) <= 300
             assert p is None or 0 <= p <= 1
     long = [part * 10**6 for part in ("<", "{", "9", "\n", "1. ", "p=", "Strategy: x\n")]
     deep = ('{"text": ', "Strategy: a" + " (" * 10**5, '{"a":' + "[" * 5000 + "}")
     for reply in (*long, *(part * 100 for part in deep)):
-        prompts.parse(reply)
+        requests.parse(reply)
     assert time.monotonic() - start < 20
