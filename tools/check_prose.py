@@ -1,5 +1,6 @@
-"""Style of the prose, as part of `make lint`: openings of docstrings, length of paragraphs, lines and
-pages, numbers in a line. Prints what to change; the exit code is 1 if there is anything.
+"""Style of the prose, as part of `make lint`: openings of docstrings, lengths, numbers in a line.
+
+Prints what to change; the exit code is 1 if there is anything.
 """
 
 import re
