@@ -24,6 +24,7 @@ from flatlab.train.batch import (
     choose_tasks,
     cost,
     micro_batches,
+    plan_step,
     sequences_of,
 )
 from flatlab.train.job import Job
@@ -390,6 +391,14 @@ def test_tasks_share_the_groups_by_weight():
     few = "".join(chosen(2, step, a=3, b=1) for step in range(200))
     assert 0.17 < few.count("b") / 400 < 0.33
     assert set(chosen(8, 1, a=1, b=0, c=1)) == {"a", "c"}
+
+
+def test_a_plan_has_a_seed_and_replacements_of_its_own():
+    cfg = configure(CFG, groups=2, max_groups=5, group_size=4, seed=3)
+    plan = plan_step(["a", "b"], [1, 1], cfg, 7)
+    assert (plan.seed, plan.size, plan.order, plan.test) == (3 * 10_007 + 7, 4, 7, False)
+    assert sorted(plan.tasks) == ["a", "b"]
+    assert len(plan.replacements) == 3
 
 
 def sequence(tokens, prompt=0):
