@@ -32,7 +32,7 @@ from flatlab.task.definition import Task
 from flatlab.task.grading import Score, digest_of, grade, read_artefacts
 from flatlab.task.machine import open_sandbox, resolve_backend
 from flatlab.task.sanity import check_grader
-from flatlab.world import texts
+from flatlab.world import prompts
 from flatlab.world.blocks import find_blocks
 from flatlab.world.episode import act_bash, in_thread, score_sentence
 from tasks import load_task
@@ -132,15 +132,15 @@ class Env(AbstractContextManager, AbstractAsyncContextManager):
 
     def prompt(self, options: EpisodeOptions | None = None, policy=None) -> str:
         """The system message and the first message for the workspace as it is now, as the policy
-        would read them, or an agent with an endless context. See texts.first_messages.
+        would read them, or an agent with an endless context. See prompts.first_messages.
         """
         options = options or EpisodeOptions()
-        facts = texts.episode_facts(self, options)
-        return "\n\n".join(filter(None, texts.first_messages(self, options, facts, policy)))
+        facts = prompts.episode_facts(self, options)
+        return "\n\n".join(filter(None, prompts.first_messages(self, options, facts, policy)))
 
     def machine(self, options: EpisodeOptions) -> dict:
         """Facts about an episode and its sandbox for `limits` in the prompts file."""
-        return texts.machine_facts(self, options)
+        return prompts.machine_facts(self, options)
 
     def step(self, reply: str, timeout: float | None = None, act: Callable = act_bash) -> Step:
         """Runs the action of one reply.
@@ -245,7 +245,7 @@ def open_tasks(
 
 def digests(tasks: list[Task], episode: EpisodeOptions) -> list[str]:
     """Digests of the texts and the tasks of a run, see fingerprint()."""
-    return [texts.load_prompts(episode.prompts).digest, *(task.digest() for task in tasks)]
+    return [prompts.load_prompts(episode.prompts).digest, *(task.digest() for task in tasks)]
 
 
 # ---------------------------------------------------------------------------------------- by hand

@@ -43,7 +43,7 @@ from flatlab.numbers import value_text
 from flatlab.runs import cli, store
 from flatlab.task.sanity import warning
 from flatlab.task.value import improvement, value_of
-from flatlab.tree import prompts, rules
+from flatlab.tree import requests, rules
 from flatlab.tree.nodes import Choice, Node, Tree, open_trees, results, seed_from
 from flatlab.view import console
 from flatlab.world.episode import Episode, in_thread, run_episode
@@ -206,7 +206,7 @@ class Config:
 def summary(t: Tree) -> str:
     """Text of prompts about other branches, if any."""
     if t.cfg.scope == "global":
-        return prompts.summary_of_tree(t.texts, t.finished)
+        return requests.summary_of_tree(t.prompts, t.finished)
     return ""
 
 
@@ -256,12 +256,12 @@ async def list_ideas(t: Tree, node: Node, seed: str) -> list:
     if t.rule.shared_request:
         k = max(k, t.constants.get("branching", 0))
         left = None  # not told, or the strategies would depend on how many workers there are
-    about = prompts.about(t.texts, t.task, t.machine, left, cfg.nodes)
+    about = requests.about(t.prompts, t.task, t.machine, left, cfg.nodes)
     parent = t.nearest_kept(node.parent)
     shown = None if parent is t.root else parent
     siblings = [child for child in t.nodes[node.parent].children if child is not node]
-    request = prompts.ask(
-        t.texts, about, shown, siblings, summary(t), mode=node.sampling_mode, k=k, tau=cfg.tau
+    request = requests.ask(
+        t.prompts, about, shown, siblings, summary(t), mode=node.sampling_mode, k=k, tau=cfg.tau
     )
     limit = cfg.tau if MODES[node.sampling_mode].below_tau else 1
     talk = []
@@ -270,16 +270,16 @@ async def list_ideas(t: Tree, node: Node, seed: str) -> list:
     for call in range(2):
         talk.append({"role": "user", "content": request})
         call_seed = seed_from(t.seed, seed, "ideas", call)
-        reply = await prompts.reply_to(t, node, talk, call_seed)
+        reply = await requests.reply_to(t, node, talk, call_seed)
         talk.append({"role": "assistant", "content": reply})
-        found, damaged = prompts.parse(reply)
+        found, damaged = requests.parse(reply)
         for idea, stated in found:
-            ideas.setdefault(prompts.same(idea), (idea, stated))
+            ideas.setdefault(requests.same(idea), (idea, stated))
         unread += damaged
         missing = k - sum((stated or 0) <= limit for _, stated in ideas.values())
         if missing <= 0:
             break
-        request = t.texts.fill("more", k=missing)
+        request = t.prompts.fill("more", k=missing)
     node.decision["unread"] = unread
     return sorted(ideas.values(), key=lambda idea: max(idea[1] or 0, limit))[:k]
 
@@ -295,7 +295,7 @@ class NodeEnv(env.Env):
 
     def __init__(self, t: Tree, node: Node, parents: list[Node]):
         limit = min(6000, t.cfg.model.context * 3 // 4)  # characters: a quarter of the context
-        message = prompts.situation(t.texts, node, parents, limit, summary(t))
+        message = requests.situation(t.prompts, node, parents, limit, summary(t))
         super().__init__(t.task, t.cfg.sandbox, node.seed, message, ends_at_score=True)
         self.tree = t
         self.parents = parents
@@ -325,7 +325,7 @@ async def play_node(t: Tree, node: Node, parents: list[Node]) -> tuple[Episode, 
         limits = replace(limits, episode_minutes=min(limits.episode_minutes, minutes))
     files = b""
     async with NodeEnv(t, node, parents) as world:
-        policy = prompts.CountingPolicy(t.policy, node)
+        policy = requests.CountingPolicy(t.policy, node)
         episode = await run_episode(world, policy, limits, node.seed)
         if episode.status != "fault":
             # Files that are too large are not kept: the score counts, but nothing is built on it.
@@ -403,7 +403,7 @@ async def begin(t: Tree, policy) -> None:
     """Prepares a tree for its first node. policy: samples replies and strategies."""
     t.policy = policy
     t.run.result(**results(t), degenerate=warning([t.task]), status="running")
-    if "limits" in t.texts.uses["about"]:  # requests tell about the sandboxes
+    if "limits" in t.prompts.uses["about"]:  # requests tell about the sandboxes
         async with env.Env(t.task, t.cfg.sandbox, t.seed) as world:
             await in_thread(world.restart)
             t.machine = await in_thread(world.machine, t.cfg.episode)

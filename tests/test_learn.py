@@ -17,7 +17,7 @@ from examples import learn
 from flatlab.files import read_rows
 from flatlab.runs.cli import parse_config
 from flatlab.tree.nodes import open_trees
-from flatlab.tree.prompts import CountingPolicy
+from flatlab.tree.requests import CountingPolicy
 from flatlab.view.reader import read_run
 from helpers import TINY_TEXTS, configure, user_error
 from training import TASK, has_weights, one_reply, weights_of

@@ -147,7 +147,12 @@ def test_code_is_the_script_what_it_imports_and_the_package_without_views(tmp_pa
     assert len(before) == 17
     (tmp_path / "flatlab/view/plots.py").write_text("X = 1\n")
     assert digest_after("flatlab/view/page.py", "\n") == before
-    names = ("mine.py", "my_rewards.py", "flatlab/world/texts.py", "flatlab/sandbox/guest/main.py")
+    names = (
+        "mine.py",
+        "my_rewards.py",
+        "flatlab/world/prompts.py",
+        "flatlab/sandbox/guest/main.py",
+    )
     digests = [digest_after(name, "\n# a comment\n") for name in names]
     assert len({before, *digests}) == 5
 

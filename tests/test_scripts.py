@@ -23,7 +23,7 @@ from flatlab.train.batch import Group
 from flatlab.train.job import Job
 from flatlab.view.reader import read_run
 from flatlab.view.suite import read_suite, report
-from flatlab.world import texts
+from flatlab.world import prompts
 from flatlab.world.episode import Episode, History, Segment
 from helpers import (
     MADE_BY,
@@ -327,7 +327,7 @@ def test_seeds_of_one_command_have_one_model(here, played):
 def test_a_task_whose_first_message_is_too_long_is_left_out_of_a_suite(here, played, monkeypatch):
     Path("suite.yaml").write_text("settings: {task: [titanic, digits], attempts: 2}\n")
     long = "too long " * 1000
-    real = texts.first_messages
+    real = prompts.first_messages
 
     def first_messages(world, options, facts, policy):
         if world.task.name == "titanic":
@@ -335,7 +335,7 @@ def test_a_task_whose_first_message_is_too_long_is_left_out_of_a_suite(here, pla
             facts |= {"task": world.task}
         return real(world, options, facts, policy)
 
-    monkeypatch.setattr(texts, "first_messages", first_messages)
+    monkeypatch.setattr(prompts, "first_messages", first_messages)
     code, out, _ = here("--suite suite.yaml --name a")
     assert code == 0
     assert "left out titanic: The first message of task titanic has" in out

@@ -28,9 +28,9 @@ from flatlab.runs.store import Run, begin_run, run_directory
 from flatlab.sandbox.client import readable
 from flatlab.task.definition import Task
 from flatlab.task.value import improvement, summary, value_of
-from flatlab.tree.prompts import clip
+from flatlab.tree.requests import clip
 from flatlab.world.episode import Episode
-from flatlab.world.texts import load_prompts
+from flatlab.world.prompts import load_prompts
 
 DEBUG_DEPTH = 3  # attempts to debug a failed node; after one failure more its branch is given up
 SCORES = 20  # scores of candidates in a row of the journal, the highest ones: they may be thousands
@@ -121,7 +121,7 @@ class Tree:
         self.rule = rule
         self.constants = rule.constants(cfg)
         self.policy = None
-        self.texts = load_prompts(cfg.episode.prompts)
+        self.prompts = load_prompts(cfg.episode.prompts)
         self.machine = {}  # what requests tell about the sandboxes
         self.root = Node(
             "0", op="baseline", score=task.baseline, improvement=0.0, valid=True, status="baseline"

@@ -20,7 +20,7 @@ from flatlab.runs.store import packed_tokens
 from flatlab.sandbox.client import Result
 from flatlab.task.definition import Task
 from flatlab.task.grading import Score
-from flatlab.world import texts
+from flatlab.world import prompts
 from flatlab.world.blocks import THOUGHT_ENDS, extract_action
 
 # Threads wait for sandboxes and do not compute. They are started as needed.
@@ -254,9 +254,9 @@ async def start(
     """
     if not env.sandbox:
         await in_thread(env.restart)
-    facts = await in_thread(texts.episode_facts, env, options)
+    facts = await in_thread(prompts.episode_facts, env, options)
     # A tokenizer serves one thread at a time, so this runs here.
-    episode.system, episode.prompt = texts.first_messages(env, options, facts, policy)
+    episode.system, episode.prompt = prompts.first_messages(env, options, facts, policy)
     return history(policy, options, episode.prompt, episode.system)
 
 
@@ -291,7 +291,7 @@ async def play(
             turns_left = options.max_turns - number - 1
             if turns_left:
                 left = deadline - time.monotonic()
-                turn["note"] = texts.note(options, env.task, episode.turns, turns_left, left)
+                turn["note"] = prompts.note(options, env.task, episode.turns, turns_left, left)
             history.add(sample, step.observation, turn["note"])
         return "turn_limit"
     except OverflowError:

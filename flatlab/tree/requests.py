@@ -1,8 +1,8 @@
-"""Requests of a search to the model, and the parser of the replies. The texts themselves are in
+"""Requests of a search to the model, and the parser of the replies. The prompts are in
 configs/prompts/.
 
 A `node` is a search node or anything with the same fields (idea, score, op, valid, status, code,
-error, decision); `texts` are the Prompts of the file.
+error, decision); `prompts` are the Prompts of the file.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ FILES = 20  # of the task, in a request
 NAMED_PACKAGES = 12
 
 
-def about(texts, task: Task, machine: dict, nodes_left: int | None = None, nodes: int = 0) -> str:
+def about(prompts, task: Task, machine: dict, nodes_left: int | None = None, nodes: int = 0) -> str:
     """The task, with the first line of each of its files: for calls that have no sandbox.
 
-    machine: what machine_facts() tells about one; {} if the texts do not use it.
+    machine: what machine_facts() tells about one; {} if the prompts do not use it.
     """
     files = []
     for name, path in list(task.public.items())[:FILES]:
@@ -34,19 +34,19 @@ def about(texts, task: Task, machine: dict, nodes_left: int | None = None, nodes
     limits = ""
     if machine:
         packages = machine["packages"][:NAMED_PACKAGES]
-        limits = texts.fill("limits", **machine | {"packages": packages})
+        limits = prompts.fill("limits", **machine | {"packages": packages})
     facts = {"files": files, "limits": limits, "nodes_left": nodes_left, "nodes": nodes}
-    return texts.fill("about", task=task, **facts)
+    return prompts.fill("about", task=task, **facts)
 
 
-def ask(texts, about: str, parent, siblings: list, summary: str = "", **wanted) -> str:
+def ask(prompts, about: str, parent, siblings: list, summary: str = "", **wanted) -> str:
     """The request for strategies for a child of `parent`, None for the root.
 
     siblings: the other children of the parent. wanted: mode, k, tau.
     """
     tried = [node for node in siblings if node.idea][-SIBLINGS:]
     wanted |= {"summary": summary, "parent": parent, "tried": tried}
-    return texts.fill("strategies", about=about, **wanted)
+    return prompts.fill("strategies", about=about, **wanted)
 
 
 def clip(text: str, limit: int) -> str:
@@ -56,7 +56,7 @@ def clip(text: str, limit: int) -> str:
     return f"{text[: limit // 2]}\n[...]\n{text[-limit // 2 :]}"
 
 
-def situation(texts, node, parents: list, limit: int, summary: str = "") -> str:
+def situation(prompts, node, parents: list, limit: int, summary: str = "") -> str:
     """Text that a node is told after the task. Its strategy is the last line.
 
     parents: the nodes it builds on (none for a draft); of their code and errors it is shown at most
@@ -70,10 +70,10 @@ def situation(texts, node, parents: list, limit: int, summary: str = "") -> str:
         parent.error = clip(parent.error, share)
         shown.append(parent)
     phase = node.decision.get("phase")
-    return texts.fill("node", summary=summary, parents=shown, node=node, phase=phase)
+    return prompts.fill("node", summary=summary, parents=shown, node=node, phase=phase)
 
 
-def summary_of_tree(texts, nodes: list) -> str:
+def summary_of_tree(prompts, nodes: list) -> str:
     """--scope global: the best three, the worst two, the last failures.
 
     nodes: the finished nodes, in order of completion.
@@ -82,7 +82,7 @@ def summary_of_tree(texts, nodes: list) -> str:
         return ""
     scored = sorted((node for node in nodes if node.valid), key=lambda node: node.improvement)
     failed = [node for node in nodes if not node.valid]
-    return texts.fill(
+    return prompts.fill(
         "summary",
         count=len(nodes),
         failed=len(failed),
