@@ -235,6 +235,9 @@ def test_the_row_counts_faults_graders_without_a_result_and_records():
     expected = {"episodes": 3, "faults": 1, "fault_share": 1 / 4, "ungraded_share": 1 / 3}
     expected |= {"records": 1, "valid_share": 2 / 3, "zero_variance_share": 0}
     assert row.items() >= expected.items()
+    assert row["reward_std"] == pytest.approx(stdev(group.rewards))
+    group.rewards = [0.1]
+    assert metrics.step_metrics([group], [TASK])["reward_std"] == 0
 
 
 def evaluated(gain, step=19, valid=0.8):
@@ -266,6 +269,7 @@ COLLAPSES = (
     ([row(0), *NOTHING_LEFT[:4], row(5)], ""),
     ([row(0, valid_share=0.2), *NOTHING_LEFT], "at most 2.0%"),
     ([row(i, kl=1.0) for i in range(3)], ""),
+    ([row(i, skipped=1) for i in range(2)], ""),
 )
 
 
@@ -461,6 +465,42 @@ def test_paired_differences_by_hand():
     nothing, baseline = scored_group(task, None), scored_group(task, task.baseline)
     paired = metrics.paired_difference([nothing], [baseline])
     assert paired == {"difference": -1, "difference_stderr": None, "difference_n": 1}
+
+
+def test_paired_runs_are_compared_with_the_untrained_adapter_and_best_alone_shows_the_test():
+    groups = {"untrained": scored_group(TASK, 0.7), "last": scored_group(TASK, 0.6)}
+    groups["best"] = scored_group(TASK, 0.8)
+    for group in groups.values():
+        group.episodes[0].test_score = group.episodes[0].score
+    played = {name: ([group], f"final-{name}") for name, group in groups.items()}
+    final = metrics.comparison(played, [TASK], {"last": 9, "best": 4})
+    assert (final["split"], final["best_is_untrained"]) == ("validation", False)
+    assert [final[name]["file"] for name in played] == [file for _, file in played.values()]
+    assert "difference" not in final["untrained"]
+    assert final["last"]["difference"] < 0 < final["best"]["difference"]
+    assert (final["last"]["step"], final["best"]["step"]) == (9, 4)
+    assert [name for name in played if "test_value_mean" in final[name]] == ["best"]
+    other = scored_group(TASK, 0.7, 0.9)
+    assert metrics.paired_difference([other], [groups["untrained"]])["difference_n"] == 1
+    other.episodes[0].status = other.episodes[1].status = "fault"
+    with user_error("Every sandbox broke"):
+        metrics.evaluation([other], [TASK])
+
+
+def test_a_row_has_times_and_memory():
+    group = scored_group(TASK, 0.7)
+    group.episodes[0].turns = [{"reply_tokens": 30}]
+    row = metrics.timing(SimpleNamespace(device="cpu"), [0.0, 1.0, 3.0, 6.0, 10.0], [group])
+    assert (row["seconds"], row["tokens_per_second"]) == (6.0, 5.0)
+    assert [row[phase] for phase in metrics.PHASES] == [1.0, 2.0, 3.0, 4.0]
+    assert 0.01 < row["memory_gb"] < 1000
+
+
+def test_the_first_results_of_a_row_of_tasks():
+    results = metrics.first_results([TASK, load_task("hadamard29")], "training")
+    scale = {"metric": "value", "higher_is_better": True, "baseline": 0.0, "reference": 1.0}
+    assert results.items() >= (scale | {"kind": "training", "status": "running"}).items()
+    assert metrics.first_results([TASK], "training")["baseline"] == TASK.baseline
 
 
 def test_a_resumed_run_knows_the_evaluation_of_the_adapter_in_best(play):
