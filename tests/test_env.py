@@ -281,7 +281,7 @@ def test_grader_that_waits_is_stopped_before_its_time(world, monkeypatch, wait):
     world.task = replace(world.task, grade_timeout=3.0)
     do(world, "echo a > guess.txt")
     score = world.score()
-    assert score.message == "The grading waited: it used no CPU for 0.5 seconds."
+    assert score.message == "The grader was stopped: it used no CPU for 0.5 seconds."
     assert score.grader_output.startswith("exit code 143 idle")
 
 

@@ -454,6 +454,7 @@ def test_too_few_ideas_one_more_call_then_fewer_and_never_invented_ones():
     assert "List 4 more" in model.prompts[1]
     has(one, sampling_modes_used={"tail": 1, "none": 2}, without_strategy=2)
     assert "2 of 3 nodes got no strategy" in table(one)
+    assert {console.node_line(one, node).split()[1] for node in one.finished} == {"tail"}
     options = {"select": "greedy", "nodes": 3, "score_of": equal}
     damaged = '[{"text": "a "b" c"}, {"text": "d", "probability": 0.01}]'
     t = run(name="damaged", model=FakePolicy(damaged), **options)

@@ -126,11 +126,16 @@ def test_first_the_breadth_of_the_root(select):
 
 def test_trend_by_hand():
     t = make("open_ended")
-    put(t, "0", 0.5)
+    put(t, "0", 0.25)
     put(t, "0.0", 1.0)
-    put(t, "0.0.0", 0.75)
-    # Q: 0, 0.5, 1, 0.75; steps 0.5, 0.5, -0.25 with weights 1, 2, 3
-    assert rules.trends(t)["0.0.0.0"] == pytest.approx((0.5 + 1.0 - 0.75) / 6)
+    put(t, "0.0.0", 0.5)
+    # Q: 0, 0.25, 1, 0.5; steps 0.25, 0.75, -0.5 with weights 1, 2, 3
+    assert rules.trends(t) == pytest.approx(
+        {"0": 0, "0.0": 0.25, "0.0.0": (0.25 + 1.5) / 3, "0.0.0.0": (0.25 + 1.5 - 1.5) / 6}
+    )
+    put(t, "0", -1.0)  # Q: 0.5, 0.625, 1, 0.75, and 0 for a fall, which adds no bonus
+    values = {id: bonus for id, (_, bonus) in rules.values_and_bonuses(t, 1, 0.0, 1.0).items()}
+    assert values == pytest.approx({"0.0": 1 / 8, "0.0.0": 7 / 24, "0.0.0.0": 1 / 48, "0.1": 0})
 
 
 def test_open_ended_commits_to_a_rising_path_for_exactly_k_nodes():
@@ -154,6 +159,29 @@ def test_open_ended_drops_the_commitment_when_a_child_is_worse_or_fails(score):
     assert choose(t).notes == {}  # while it runs there is no second commitment
     end(t, node, score)
     assert "committed" not in choose(t).reason
+
+
+def test_open_ended_stays_on_a_path_that_is_as_good():
+    t = make("open_ended", rule_args=("drafts=1", "commitment=3", "c=0"))
+    put(t, "0", 0.5)
+    end(t, step(t), 0.5)
+    assert "committed to this path for 3" in choose(t).reason
+
+
+@pytest.mark.parametrize(
+    "ids, expected",
+    [
+        (("0", "0"), True),
+        (("0", "0.1"), False),
+        (("0.1", "0"), False),
+        (("0.1", "0.1.0"), True),
+        (("0.1.0", "0.1"), True),
+        (("0.1", "0.10"), False),
+        (("0.1", "0.2"), False),
+    ],
+)
+def test_a_line_holds_ancestors_and_descendants_but_the_root_is_alone(ids, expected):
+    assert rules.same_line(*ids) == expected
 
 
 def test_softmax_by_hand():
@@ -233,8 +261,24 @@ def test_evolution_prefers_the_fit_and_crosses():
         put(t, "0", score)
     choice = choose(t)
     assert choice.scores == pytest.approx({"0.1": math.e, "0.2": math.exp(0.5)})
-    assert {choice.parent, choice.second_parent} == {"0.1", "0.2"}
+    for seed in range(20):
+        choice = choose(t, seed)
+        assert {choice.parent, choice.second_parent} == {"0.1", "0.2"}
     assert search.start(t, choice).op == "crossover"
+
+
+def test_defaults_of_the_rules():
+    """Results of runs depend on them: a change is a decision."""
+    defaults = {name: rule.constants(search_config()) for name, rule in rules.RULES.items()}
+    assert defaults == {
+        "random": {"drafts": 3},
+        "open_ended": {"drafts": 3, "c": 1.41, "trend_weight": 0.5, "commitment": 2},
+        "mcts": {"c": 0.25, "branching": 3},
+        "evolution": {"drafts": 5, "crossover_prob": 0.5, "population": 10},
+        "puct": {"c": 1.0, "siblings": 2},
+        "linear": {},
+    }
+    assert rules.FINALISTS == 10
 
 
 def test_linear_is_a_chain():
@@ -251,6 +295,15 @@ def test_finalists_are_few_and_kept():
     nodes[0].stderr = 1.0
     del nodes[2]
     assert rules.finalists(t) == nodes[: rules.FINALISTS]
+    nodes[0].stderr = 0.25  # one standard error below the best is near enough
+    near, far = put(t, "0", 0.25), put(t, "0", 0.125)
+    t.finished[:] = [nodes[0], near, far]
+    assert rules.finalists(t) == [nodes[0], near]
+    # of equal nodes the one with fewer tokens, then the earlier; without an error only those
+    equal = [put(t, "0", 0.75) for _ in range(3)]
+    for node, tokens in zip(equal, (3, 2, 2)):
+        node.tokens = tokens
+    assert rules.finalists(t) == [equal[1], equal[2], equal[0]]
 
 
 # ------------------------------------------------------------------ failures

@@ -564,6 +564,15 @@ def test_best_so_far_is_that_of_values_and_failed_nodes_have_the_lowest(tmp_path
     assert [row["value"] for row in run.rows] == [None, -1, -0.3, -0.45]
 
 
+def test_the_mean_of_an_evaluation_is_never_cut(tmp_path):
+    run = evaluated(tmp_path / "a", (0.8, None, None, None, None, None))
+    axis = plots.draw_panels([group_of(run)]).axes[0]
+    assert axis.get_ylim()[0] < plots.so_far(run).min() < -0.4
+    assert axis.child_axes  # the scores
+    several = evaluated(tmp_path / "b", (0.8,), task="titanic digits", metric="value")
+    assert not plots.draw_panels([group_of(several)]).axes[0].child_axes
+
+
 def test_a_node_below_the_lowest_value_is_said_to_be(tmp_path):
     run = searched(tmp_path / "a")
     for improvement, label in ((-1, "failed)"), (-3, "failed, at -1: that or less)")):

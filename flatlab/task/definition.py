@@ -48,8 +48,8 @@ class Task:
     # Seconds in which a command of the agent uses no CPU and prints nothing; 0: no limit
     idle_timeout: float = 20.0
     grade_timeout: float = 60.0  # seconds of CPU time for one grading, of all its processes
-    # The grader computes the score from what the agent hands in, without data or randomness: there
-    # is one part, which is called "exact", no standard error, and nothing to select.
+    # The grader computes the score from what the agent hands in, without data or random numbers of
+    # its own: there is one part, which is called "exact", and nothing to select.
     exact: bool = False
     needs_gpu: bool = False
     needs_network: bool = False

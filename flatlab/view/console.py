@@ -151,7 +151,7 @@ TITLES = "task mode seed nodes node op score best sec strategy".split()
 
 
 def node_line(t, node) -> str:
-    """One line about a Node of a Tree. mode: the sampling mode that was used for it."""
+    """One line about a Node of a Tree. mode: that of the tree, as in the name of its run."""
     digits = 6 if t.task.exact else 4
     score = "fault" if node.status == "fault" else "failed"
     if node.valid:
@@ -162,7 +162,7 @@ def node_line(t, node) -> str:
         note = f"  ({node.score:.12g} is better than the reference)"
     return ROW.format(
         t.task.name[:14],
-        node.sampling_mode,
+        t.sampling_mode,
         t.seed,
         f"{len(t.finished)}/{t.cfg.nodes}",
         node.id,

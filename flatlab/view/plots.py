@@ -200,7 +200,8 @@ def draw_nodes(axis, groups: list[RunGroup]) -> None:
             # the layout would take an empty line for one at the lower left corner of the figure
             axis.plot(failed, 0 * failed, clip_on=False, in_layout=False, **look)
     axis.axhline(0, color=GREY, linestyle=":")
-    axis.set_ylim(axis.get_ylim())  # the best one before a valid node, -1, would widen it
+    if run.kind == "search":
+        axis.set_ylim(axis.get_ylim())  # the best one before a valid node, -1, would widen it
     for group in groups:
         # a run that has ended keeps its value
         frame = pandas.concat(map(so_far, group.runs), axis=1).ffill()
@@ -210,9 +211,10 @@ def draw_nodes(axis, groups: list[RunGroup]) -> None:
         xlabel=f"{NOUNS[run.kind]}s ({marks})",
         ylabel=UNITS["value"],
     )
-    convert = (lambda value: score_at(value, run)), (lambda score: improvement(score, run))
-    right = axis.secondary_yaxis("right", functions=convert)
-    right.set_ylabel(shorten(run.result["metric"], 40))
+    if run.result["metric"] != "value":  # that of several tasks
+        convert = (lambda value: score_at(value, run)), (lambda score: improvement(score, run))
+        right = axis.secondary_yaxis("right", functions=convert)
+        right.set_ylabel(shorten(run.result["metric"], 40))
 
 
 # ------------------------------------------------------------------ the tree
