@@ -604,8 +604,7 @@ async def begin(policy, optimizer, cfg: Config, job) -> list[dict]:
     if cfg.ahead:
         await in_trainer(threads.use_all, policy.decode_threads)  # the engine keeps its own
     rows = await in_trainer(checkpoint.resume, policy, optimizer, job)
-    policy.sync(job.step)
-    agreement = await policy.verify()
+    agreement = await policy.verify(job.step)
     job.say(f"engine   agrees with the trainer: {agreement['random adapter']}")
     if job.step:
         job.stopped = metrics.collapse(rows, job.best)

@@ -748,9 +748,9 @@ class Policy(Engine, Trainer):
             tensors = [values * (0.6 / moved) ** 0.5 for values in tensors]
         return tensors, moved
 
-    async def verify(self) -> dict[str, Agreement]:
+    async def verify(self, version: int = 0) -> dict[str, Agreement]:
         """Compares engine and trainer without an adapter, with a random and with the trained one.
-        Returns the Agreement with each.
+        Returns the Agreement with each. version: as in sync().
 
         Raises UserError if they disagree: training on such samples would be wrong from the first
         step. In bf16 diff_limit becomes 2.5 times the difference without an adapter, which is
@@ -766,7 +766,7 @@ class Policy(Engine, Trainer):
         with loading("Engine or trainer", self.path.base):
             for name, tensors in adapters.items():
                 with self._using(tensors):
-                    self.sync(self.version)
+                    self.sync(version)
                     found[name] = await self.agreement()
                 if name != "no adapter":
                     self.check(found[name], f"probe with the {name}", self.diff_limit)

@@ -338,7 +338,7 @@ def test_what_ended_a_run_is_one_sentence_here_and_in_its_result(
     assert end.value.code == code
     printed = capsys.readouterr().err
     if "a bug" in status:
-        assert printed.endswith("\nZeroDivisionError: a bug\n") and "Group" not in printed
+        assert printed.endswith("ZeroDivisionError: a bug\n") and "Group" not in printed
     elif code != 130:
         assert status.removeprefix("failed: ") in printed
     assert runs[0].results()["status"].startswith(status)
