@@ -94,11 +94,11 @@ def task():
 
 
 def test_rewards_by_hand(task):
-    improvements = floats("-0.5 0 0.5 1 1.75")
+    improvements = floats("-1.75 -0.5 0 0.5 1 1.75")
     by_hand = {
-        "continuous": "-0.5 0 0.5 1 1",
-        "tiered": "0 0 0.2 1 1",
-        "binary": "0 0 1 1 1",
+        "continuous": "-1 -0.5 0 0.5 1 1",
+        "tiered": "0 0 0 0.2 1 1",
+        "binary": "0 0 0 1 1 1",
     }
     exact = replace(task, baseline=0.0, reference=1.0)
     lower = replace(task, baseline=0.0, reference=-1.0, higher_is_better=False)
@@ -304,6 +304,30 @@ def test_weights_by_hand():
         short = 2 * 3 * weight(2, 8, 2, CFG)
         long = 6 * 7 * weight(6, 8, 2, CFG)
         assert short + long == pytest.approx(mean)
+
+
+def test_bounds_of_the_losses_and_constants_of_the_update():
+    """Results of runs depend on them: a change is a decision."""
+    bounds = {name: (loss.clip_low, loss.clip_high) for name, loss in grpo.LOSSES.items()}
+    assert bounds == {
+        "grpo": (0.2, 0.2),
+        "dr_grpo": (0.2, 0.2),
+        "dapo": (0.2, 0.28),
+        "dppo": (0.2, 0.2),
+        "gspo": (3e-4, 4e-4),
+        "cispo": (1.0, 4.0),
+    }
+    assert [n for n, loss in grpo.LOSSES.items() if not loss.supports_off_policy] == ["gspo"]
+    constants = (grpo.NO_SUBMISSION, grpo.SKIP_GRAD_NORM, grpo.ENTROPY_BONUS, grpo.IS_CAP)
+    assert constants == (-1.0, 100.0, 0.0, 2.0)
+    assert grpo.ADAMW == {"betas": (0.9, 0.99), "weight_decay": 0.0}
+    assert (grpo.WARMUP, grpo.EPOCHS, grpo.MAX_GRAD_NORM, grpo.KL_SHARE) == (4, 1, 1.0, 0.25)
+
+
+def test_the_learning_rate_rises_for_four_steps():
+    cfg = configure(CFG, lr=0.5)
+    rates = [grpo.learning_rate(step, cfg) for step in range(7)]
+    assert rates == approx("0.1 0.2 0.3 0.4 0.5 0.5 0.5")
 
 
 @pytest.mark.parametrize("name", grpo.LOSSES)
