@@ -38,7 +38,7 @@ from typing import Literal
 
 import env
 from flatlab import options
-from flatlab.errors import SandboxFault, UserError, user_code
+from flatlab.errors import SandboxFault, UserError
 from flatlab.numbers import value_text
 from flatlab.runs import cli, store
 from flatlab.task.sanity import warning
@@ -56,6 +56,21 @@ from policy import choose_model, model_name, open_engine
 # are in flatlab/tree/rules.py.
 
 
+def greedy(t, rng, drafts=5):
+    """Drafts, then always the best node (AIDE, arXiv 2502.13138)."""
+    options = rules.candidates(t, drafts)
+    scores = {node.id: node.improvement for node in options}
+    if not scores:
+        return None
+    reason = "draft" if options == [t.root] else "best so far"
+    return Choice(rules.arg_max(scores), reason=reason, scores=scores)
+
+
+def ucb(t, rng, drafts=3, c=1.41):
+    """The arg-max of Q + c sqrt(ln N / (n + 1)), Q of the best child (UCB1, Auer et al. 2002)."""
+    return rules.explore_or_exploit(rules.values_and_bonuses(t, drafts, c))
+
+
 def bfs(t, rng, branching=3):
     """The first --nodes nodes of a complete tree, level by level.
 
@@ -71,21 +86,6 @@ def bfs(t, rng, branching=3):
     if not places or min(places) > t.cfg.nodes:
         return None
     return Choice(places[min(places)], reason="next in level order")
-
-
-def greedy(t, rng, drafts=5):
-    """Drafts, then always the best node (AIDE, arXiv 2502.13138)."""
-    options = rules.candidates(t, drafts)
-    scores = {node.id: node.improvement for node in options}
-    if not scores:
-        return None
-    reason = "draft" if options == [t.root] else "best so far"
-    return Choice(rules.arg_max(scores), reason=reason, scores=scores)
-
-
-def ucb(t, rng, drafts=3, c=1.41):
-    """The arg-max of Q + c sqrt(ln N / (n + 1)), Q of the best child (UCB1, Auer et al. 2002)."""
-    return rules.explore_or_exploit(rules.values_and_bonuses(t, drafts, c))
 
 
 SELECT = {
@@ -378,8 +378,7 @@ def decide(t: Tree) -> Choice | None:
     if t.rule.debugs and (leaf := rules.failed_leaf(t, rng, DEBUG_PROB)):
         return leaf
     name = f"--select {t.cfg.select}"
-    with user_code(name):
-        choice = t.rule.function(t, rng, **t.constants)
+    choice = t.rule.function(t, rng, **t.constants)
     if choice is None and not (t.finished or t.running):
         raise UserError(f"{name} returned None although nothing is running.")
     ended = {id for id, node in t.nodes.items() if node.status}
@@ -392,9 +391,7 @@ def start(t: Tree, choice: Choice) -> Node:
     """Adds the chosen node to the tree, with the first operator that applies."""
     parent = t.nearest_kept(choice.parent)
     for op, operator in OPERATORS.items():
-        with user_code(f"operator {op}"):
-            applies = operator.applies(choice, parent)
-        if applies:
+        if operator.applies(choice, parent):
             return t.start(choice, op, operator.mark)
     raise UserError(f"No operator of OPERATORS applies to a child of node {parent.id}.")
 

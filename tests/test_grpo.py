@@ -24,7 +24,7 @@ from flatlab.runs import store
 from flatlab.task.value import summary_text
 from flatlab.train import metrics
 from flatlab.train.batch import Group, TrainSequence, draw_kl_weights, gather_groups
-from flatlab.train.job import Job, Ranks
+from flatlab.train.job import Ranks, TrainingRun
 from flatlab.view import console, tables
 from flatlab.world.episode import Episode, Segment
 from helpers import configure, segments_of, slow, step_row, user_error
@@ -76,7 +76,7 @@ def update(policy, monkeypatch):
 
         optimizer = optimizer or SimpleNamespace(step=keep, zero_grad=lambda: None)
         monkeypatch.setattr(grpo, "make_batch", lambda *_: batch)
-        return grpo.update(policy, optimizer, [], cfg, Job()), grads
+        return grpo.update(policy, optimizer, [], cfg, TrainingRun()), grads
 
     return update
 
@@ -646,7 +646,7 @@ def test_the_lengths_fit_a_model_of_few_positions():
 
 def test_a_run_on_a_degenerate_task_begins_with_a_warning(capsys):
     task = replace(TASK, degenerate="the sex rule is the label")
-    console.first_lines(CFG, [task], ModelPath("x", None, True))
+    console.print_facts(CFG, [task], ModelPath("x", None, True))
     assert "warning  a score says little on titanic: the sex rule" in capsys.readouterr().out
     assert "the sex rule is the label" in metrics.first_results([task], "training")["degenerate"]
 
@@ -660,7 +660,7 @@ def test_groups_travel_without_the_sequences_to_train_on(tmp_path):
     logprob = -0.1234567890123456789
     sampled = Segment([1, 2, 3], [-1, 0, 1], [0.0, logprob, math.nan], [-1, 4, 5])
     episode = Episode("t", 0, segments=[sampled], packed=store.packed_tokens([sampled]))
-    [group] = gather_groups([Group(0, TASK, [episode], [0.5])], Job())
+    [group] = gather_groups([Group(0, TASK, [episode], [0.5])], TrainingRun())
     [copy] = group.episodes
     assert (copy.segments, episode.segments) == ([], [sampled])
     (tmp_path / "episodes").mkdir()
