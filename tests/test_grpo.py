@@ -187,6 +187,37 @@ def test_alarms(values, expected):
         assert words in alarm
 
 
+@pytest.mark.parametrize(
+    "key, usual, quiet, loud",
+    [
+        ("entropy", 0.4, 0.1, 0.09),
+        ("entropy", 0.4, 1.0, 1.01),
+        ("clip_share", 0.0, 0.2, 0.21),
+        ("clip_share", 0.3, 0.5, 0.51),
+        ("clip_share", 0.125, 0.25, 0.26),
+        ("logprob_diff_mean", 1e-7, 1.99e-6, 2.01e-6),
+        ("grad_norm", 0.25, 2.5, 2.51),
+        ("lost_tokens", 0, 0, 1),
+        ("skipped", 0, 0, 1),
+        ("records", 0, 0, 1),
+        ("zero_variance_share", 0.5, 0.99, 1),
+        ("valid_share", 0.5, 0.25, 0.24),
+        ("valid_share", 0.15, 0.06, 0.04),
+        ("fault_share", 0.0, 0.2, 0.21),
+        ("ungraded_share", 0.0, 0.2, 0.21),
+    ],
+)
+def test_bounds_of_the_alarms(key, usual, quiet, loud):
+    rows = [{key: 100.0}] * 21 + [{key: usual}] * 20  # the last twenty count
+    assert metrics.alarms({key: quiet}, rows) == []
+    [alarm] = metrics.alarms({key: loud}, rows)
+    assert f"({key} {loud:.3g}, usually {usual:.3g})" in alarm
+
+
+def test_without_a_gradient_before_none_is_too_large():
+    assert metrics.alarms({"grad_norm": 5.0}, [{"grad_norm": 0.0}]) == []
+
+
 def test_a_row_without_numbers_does_not_spoil_what_is_usual():
     before = [row(0), row(1, grad_norm=math.nan, entropy=math.nan), row(2)]
     assert metrics.alarms(row(3), before) == []
@@ -233,6 +264,8 @@ COLLAPSES = (
     (NOTHING_LEFT, ""),  # it was never better
     ([row(0), *NOTHING_LEFT], "at most 2.0% of the episodes were valid in 5 steps in a row"),
     ([row(0), *NOTHING_LEFT[:4], row(5)], ""),
+    ([row(0, valid_share=0.2), *NOTHING_LEFT], "at most 2.0%"),
+    ([row(i, kl=1.0) for i in range(3)], ""),
 )
 
 

@@ -16,6 +16,7 @@ import grpo
 import helpers
 import training
 from flatlab.numbers import expected_best
+from flatlab.task.value import summary, summary_text, unit, value_of
 from flatlab.train.batch import (
     Group,
     Meter,
@@ -24,6 +25,7 @@ from flatlab.train.batch import (
     choose_tasks,
     cost,
     micro_batches,
+    plan_step,
     sequences_of,
 )
 from flatlab.train.job import TrainingRun
@@ -408,6 +410,14 @@ def test_tasks_share_the_groups_by_weight():
     assert set(chosen(8, 1, a=1, b=0, c=1)) == {"a", "c"}
 
 
+def test_a_plan_has_a_seed_and_replacements_of_its_own():
+    cfg = configure(CFG, groups=2, max_groups=5, group_size=4, seed=3)
+    plan = plan_step(["a", "b"], [1, 1], cfg, 7)
+    assert (plan.seed, plan.size, plan.order, plan.test) == (3 * 10_007 + 7, 4, 7, False)
+    assert sorted(plan.tasks) == ["a", "b"]
+    assert len(plan.replacements) == 3
+
+
 def sequence(tokens, prompt=0):
     """Without log-probs; all tokens after the prompt are trained on."""
     mask = [0] * prompt + [1] * (len(tokens) - prompt)
@@ -453,3 +463,22 @@ def test_expected_best_is_the_mean_over_all_draws():
     draws = [max(draw) for draw in itertools.combinations(values, 3)]
     assert expected_best(3, values) == pytest.approx(sum(draws) / len(draws))
     assert expected_best(6, values) is None
+
+
+def test_values_and_their_summary_by_hand(task):
+    assert [value_of(x) for x in (None, -3.0, -0.5, 2.0)] == [-1.0, -1.0, -0.5, 2.0]
+    assert unit(replace(task, baseline=0.0, reference=None)) == 1.0
+    assert unit(replace(task, baseline=-4.0, reference=None, higher_is_better=False)) == -4.0
+    some = summary([0.5, None, 1.5, -3.0], task)  # a unit is 0.2, the baseline 0.6
+    assert (some["value_mean"], some["valid_share"]) == (0.0, 0.75)
+    assert some["score_mean"] == pytest.approx((0.7 + 0.9 + 0.0) / 3)
+    assert some["score_best_of_8"] is None
+    assert summary_text(some, "accuracy").endswith("75% valid, accuracy 0.5333 ± 0.2728")
+    best = summary([0.5] * 8, task)
+    assert best["score_best_of_8"] == pytest.approx(0.7)
+    text = "value +0.5000 ± 0.0000, 100% valid, score 0.7000 ± 0.0000, best of 8: 0.7000"
+    assert summary_text(best) == text
+    none = summary([], task)
+    assert (none["value_mean"], none["score_mean"], none["valid_share"]) == (None, None, 0)
+    assert summary([None] * 8, task)["score_best_of_8"] is None
+    assert summary_text({"value_mean": 0.5, "valid_share": None}) == "value +0.5000"

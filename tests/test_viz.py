@@ -511,28 +511,6 @@ def test_each_picture_has_one_size_for_a_paper_and_no_empty_cell(tmp_path):
     assert len({line.get_marker() for line in lines}) == 2
 
 
-def test_a_single_step_is_a_mark(tmp_path):
-    from matplotlib.image import imread
-
-    [path] = page.draw([stored(tmp_path, rows=ROWS[:1])], tmp_path, keys=["reward_mean"])
-    red, _, blue, _ = imread(path).transpose(2, 0, 1)
-    assert ((red < 0.1) & (blue > 0.6)).any()
-
-
-def test_a_long_legend_leaves_the_panels_their_height(tmp_path):
-    """Also if no node has failed, so that there is no cross."""
-    names = ["a", *(letter * 90 for letter in "bcd")]
-    runs = [search_run(tmp_path / name, [node("0.0", 0.7)]) for name in names]
-    heights = []
-    for shown in (runs[:1], runs):
-        [groups] = tables.groups_of(shown).values()
-        figure = plots.draw_panels(groups)
-        figure.draw_without_rendering()
-        heights.append(figure.axes[0].get_window_extent().height / figure.dpi)
-    assert heights[0] > 1.2
-    assert heights[1] == pytest.approx(heights[0], rel=0.1)
-
-
 def group_of(*runs):
     return plots.RunGroup(plots.LOOKS[0], {}, [*runs])
 

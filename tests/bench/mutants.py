@@ -25,10 +25,10 @@ EQUIVALENT = Path(__file__).with_name("equivalent_mutants.txt")
 
 # File: the tests that find its faults, without the prefix test_; the fast ones come first. A name
 # can be followed by an expression for pytest's -k.
-METRICS = "alarms or row or collapse or best_is_the_adapter or exact_task or wild_score or paired"
+METRICS = "alarm or row or collapse or best_is or exact_task or wild or paired or a_gradient"
 TESTED_BY = {
     "flatlab/tree/rules.py": ["tree"],
-    "flatlab/task/value.py": ["tree", "objective"],
+    "flatlab/task/value.py": ["tree", "objective", f"grpo: {METRICS}"],
     "flatlab/task/grading.py": ["task", "exact", "attacks", "env"],
     "flatlab/train/batch.py": ["objective", "grpo: share_of_the_micro_batches"],
     "flatlab/train/metrics.py": [f"grpo: {METRICS}"],
