@@ -20,7 +20,7 @@ from flatlab.model.chat import ChatTokens
 from flatlab.options import EpisodeOptions
 from flatlab.runs import store
 from flatlab.train.batch import Group
-from flatlab.train.job import Job
+from flatlab.train.job import TrainingRun
 from flatlab.view.reader import read_run
 from flatlab.view.suite import read_suite, report
 from flatlab.world import prompts
@@ -468,7 +468,7 @@ def test_ppo_whitens_its_advantages_and_sets_targets():
     values = torch.tensor([0.1, 0.2, 0.3])
     hidden_states = lambda pairs: (values.repeat(len(pairs)), None)  # noqa: E731
     critic = SimpleNamespace(packs=True, hidden_states=hidden_states, values=lambda hidden: hidden)
-    batch = ppo.make_batch(critic, [group], configure(CFG, micro_tokens=100), Job())
+    batch = ppo.make_batch(critic, [group], configure(CFG, micro_tokens=100), TrainingRun())
     one = 0.1 / (0.02 / 3) ** 0.5  # returns minus values: 0.9 0.8 0.7, mean 0.8
     for sequence in batch:
         assert sequence.target == pytest.approx([1, 1, 1])
