@@ -24,7 +24,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, supp
 from dataclasses import dataclass
 from functools import partial
 
-from flatlab.errors import ArtefactError, SandboxFault, UnknownTask, UserError, user_code
+from flatlab.errors import ArtefactError, SandboxFault, UnknownTask, UserError
 from flatlab.options import EpisodeOptions, SandboxOptions, TaskOptions
 from flatlab.sandbox import snapshot
 from flatlab.sandbox.client import Sandbox, pick_backend, readable
@@ -150,8 +150,7 @@ class Env(AbstractContextManager, AbstractAsyncContextManager):
         """
         begin = time.monotonic()
         timeout = min(timeout or self.task.step_timeout, self.task.step_timeout)
-        with user_code("act"):
-            action, observation, status, score = act(self, reply, timeout)
+        action, observation, status, score = act(self, reply, timeout)
         seconds = time.monotonic() - begin
         return Step(readable(observation), status == "submit", score, status, seconds, action)
 

@@ -195,7 +195,7 @@ def evaluate_model(cfg: Config, path, policy):
                 larger_is_better={task.name: task.higher_is_better for task in tasks},
                 left_out=left_out,
             )
-            console.first_lines(cfg, tasks, path, why)
+            console.print_facts(cfg, tasks, path, why)
             most = cfg.episodes * cfg.episode.max_turns
             tokens = most * cfg.episode.max_reply_tokens
             print(f"plan     {cfg.episodes} episodes, at most {most} replies and {tokens} tokens")

@@ -202,7 +202,7 @@ class Engine(ChatTokens):
         self.path = path
         self.context = options.context or min(4096, path.positions or 4096)
         self.temperature = options.temperature
-        self.version = 0  # updates in the engine's weights: sync() adds one; the scripts correct it
+        self.version = 0  # updates in the engine's weights
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         default = "bfloat16" if self.device == "cuda" else "float32"
         self.dtype = getattr(torch, self.dtype or default)
@@ -646,20 +646,20 @@ class Policy(Engine, Trainer):
         if self.path.adapter:
             self.load_adapter(self.path.adapter)
         self._reference = None
-        self.sync()
+        self.sync(0)
 
     # -------------------------------------------------------------------------- trainer to engine
 
-    def sync(self) -> None:
+    def sync(self, version: int | None = None) -> None:
         """Copies the trained adapter into the running engine; requests sent from now on are sampled
-        from it.
+        from it. version: number of updates in it; default: one more than before.
         """
         import torch
 
         if self.device == "cuda":
             torch.cuda.synchronize()  # the trainer's thread uses another stream
         self.adapter_copy.push()
-        self.version += 1
+        self.version = self.version + 1 if version is None else version
         self._syncs += 1
         # Frees blocks of old weights, but only if no request runs; the salt in sample() keeps them
         # from being used in any case.
@@ -734,9 +734,9 @@ class Policy(Engine, Trainer):
             tensors = [values * (0.6 / moved) ** 0.5 for values in tensors]
         return tensors, moved
 
-    async def verify(self) -> dict[str, Agreement]:
+    async def verify(self, version: int = 0) -> dict[str, Agreement]:
         """Compares engine and trainer without an adapter, with a random and with the trained one.
-        Returns the Agreement with each.
+        Returns the Agreement with each. version: as in sync().
 
         Raises UserError if they disagree: training on such samples would be wrong from the first
         step. In bf16 diff_limit becomes 2.5 times the difference without an adapter, which is
@@ -752,7 +752,7 @@ class Policy(Engine, Trainer):
         with loading("Engine or trainer", self.path.base):
             for name, tensors in adapters.items():
                 with self._using(tensors):
-                    self.sync()
+                    self.sync(version)
                     found[name] = await self.agreement()
                 if name != "no adapter":
                     self.check(found[name], f"probe with the {name}", self.diff_limit)

@@ -28,7 +28,7 @@ from flatlab.train.batch import (
     plan_step,
     sequences_of,
 )
-from flatlab.train.job import Job
+from flatlab.train.job import TrainingRun
 from flatlab.world.episode import Episode, Segment
 from helpers import FakePolicy, block, configure
 from tasks import load_task
@@ -70,8 +70,24 @@ def rewards(name, task, *scores):
 @pytest.mark.parametrize("reward", [-1.5, math.nan])
 def test_a_reward_below_that_of_no_submission_ends_the_run(monkeypatch, task, reward):
     monkeypatch.setitem(grpo.REWARDS, "continuous", lambda improvement, episode: reward)
-    with helpers.user_error("--reward continuous is .*: it must be a finite number of at least -1"):
+    with helpers.user_error("The reward continuous is .*: .* finite number of at least -1"):
         grpo.rewards_of(scored_group(task, 0.7, 0.8), CFG)
+
+
+@pytest.mark.parametrize(
+    "advantages, sentence",
+    [
+        ([0.5], "The advantage group returned 1 number for 2 rewards."),
+        (None, "The advantage group returned None: it must return a list of numbers."),
+        ([0.5, None], "The advantage group is None: it must be a finite number."),
+    ],
+)
+def test_a_wrong_list_of_advantages_is_one_sentence(monkeypatch, task, advantages, sentence):
+    group = scored_group(task, 0.7, 0.8)
+    group.rewards = [0.0, 1.0]
+    monkeypatch.setitem(grpo.ADVANTAGES, "group", lambda rewards: advantages)
+    with helpers.user_error(sentence):
+        grpo.make_batch([group], CFG, TrainingRun())
 
 
 @pytest.fixture
@@ -348,10 +364,10 @@ def test_faults_and_equal_rewards_are_not_in_the_batch(task):
     assert different.informative
     assert not played(task, None).informative
     cfg = configure(CFG, loss="dapo", advantage="group_nostd")
-    batch = grpo.make_batch([equal, different], cfg, Job())
+    batch = grpo.make_batch([equal, different], cfg, TrainingRun())
     assert [p.advantage for p in batch] == [[0.5] * 3, [-0.5] * 3]  # mean 0.5 of two, not of three
     assert {*sum((p.weight for p in batch), [])} == {1 / 6}
-    assert grpo.make_batch([equal], CFG, Job()) == []
+    assert grpo.make_batch([equal], CFG, TrainingRun()) == []
     # what the transcripts keep
     stored = [e.turns[0].get("advantage") for e in equal.played + different.played]
     assert stored == [None, None, 0.5, -0.5]
@@ -369,7 +385,7 @@ def test_groups_are_filled_up_to_the_bound(monkeypatch, task):
 
     def play(*more):
         plan = Plan([task] * 2, 4, 7, more)
-        return asyncio.run(grpo.play_groups(None, plan, CFG, Job()))
+        return asyncio.run(grpo.play_groups(None, plan, CFG, TrainingRun()))
 
     monkeypatch.setattr(grpo, "run_episode", run_episode)
     assert [g.number for g in play()] == [0, 1]

@@ -320,7 +320,7 @@ def in_a_task(error):
         (OSError(errno.ENOSPC, "No space"), 2, "failed: [Errno 28] No space. Everything"),
         (OSError(errno.ENAMETOOLONG, "Too long", "a" * 99), 2, f"failed: Too long: {'a' * 80}..."),
         (KeyboardInterrupt(), 130, "interrupted"),
-        (ZeroDivisionError("a bug"), None, "failed: ZeroDivisionError('a bug')"),
+        (in_a_task(ZeroDivisionError("a bug")), 1, "failed: ZeroDivisionError('a bug')"),
     ],
 )
 def test_what_ended_a_run_is_one_sentence_here_and_in_its_result(
@@ -333,11 +333,14 @@ def test_what_ended_a_run_is_one_sentence_here_and_in_its_result(
         with store.recorded_end(runs, tmp_path):
             raise error
 
-    with pytest.raises((SystemExit, ZeroDivisionError)) as end:
+    with pytest.raises(SystemExit) as end:
         cli.one_sentence(main)
-    assert getattr(end.value, "code", None) == code
-    if code:
-        assert status.removeprefix("failed: ") in capsys.readouterr().err
+    assert end.value.code == code
+    printed = capsys.readouterr().err
+    if "a bug" in status:
+        assert printed.endswith("ZeroDivisionError: a bug\n") and "Group" not in printed
+    elif code != 130:
+        assert status.removeprefix("failed: ") in printed
     assert runs[0].results()["status"].startswith(status)
     assert runs[1].results()["status"] == "finished"
 

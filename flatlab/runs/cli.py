@@ -16,7 +16,7 @@ from tyro._errors import InstantiationFailure, InvalidChoice, on_parse_error
 from yaml import SafeLoader
 
 from flatlab import threads
-from flatlab.errors import UserCodeError, UserError, first_cause, nearest, sentence_of
+from flatlab.errors import UserError, first_cause, nearest, sentence_of
 from flatlab.files import TextLoader, read_mapping
 from flatlab.options import flat
 
@@ -124,8 +124,8 @@ def one_sentence(main):
     """Runs main(). An error that the user can fix is printed as one sentence, with exit code 2.
 
     These are UserError and a full disk, also where they were raised in a task of a TaskGroup. A
-    sandbox that broke ends with exit code 1, as an error in a function of the user does, which has
-    its traceback below the sentence; Ctrl-C and SIGTERM end with 130.
+    sandbox that broke ends with exit code 1, as any other error does, which has its traceback;
+    Ctrl-C and SIGTERM end with 130.
     """
     # `nohup ... &` starts processes with SIGINT ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -145,8 +145,7 @@ def one_sentence(main):
             sys.exit(1)
         sentence = sentence_of(cause)
         if not sentence:
-            raise
+            traceback.print_exception(cause)
+            sys.exit(1)
         print(sentence, file=sys.stderr)
-        if isinstance(cause, UserCodeError):
-            traceback.print_exception(cause.__cause__)
         sys.exit(2 if isinstance(cause, (UserError, OSError)) else 1)
