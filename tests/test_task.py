@@ -752,6 +752,47 @@ def test_every_part_is_checked_before_a_run(titanic_copy, old, new, said):
         check_before_a_run(load_task("titanic"))
 
 
+@pytest.mark.parametrize(
+    "metric, up, said",
+    [
+        ("rsme", "false", "unknown metric 'rsme'; did you mean rmse"),
+        ("rmse", "true", "better: false"),
+    ],
+)
+def test_a_metric_is_known_with_its_direction(titanic_copy, metric, up, said):
+    file = titanic_copy / "task.yaml"
+    text = file.read_text().replace("accuracy", metric).replace("better: true", f"better: {up}")
+    file.write_text(re.sub("(baseline|reference): .*", "", text) + "\nbaseline: 0.5\n")
+    with user_error(said):
+        check_before_a_run(load_task("titanic"))
+
+
+def test_the_metrics_are_those_of_scikit_learn():
+    from sklearn import metrics
+
+    theirs = {
+        "accuracy": metrics.accuracy_score,
+        "balanced_accuracy": metrics.balanced_accuracy_score,
+        "f1_macro": partial(metrics.f1_score, average="macro"),
+        "r2": metrics.r2_score,
+        "quadratic_kappa": partial(metrics.cohen_kappa_score, weights="quadratic"),
+        "roc_auc": metrics.roc_auc_score,
+        "rmse": metrics.root_mean_squared_error,
+        "mae": metrics.mean_absolute_error,
+        "log_loss": metrics.log_loss,
+    }
+    assert theirs.keys() == grade_csv.METRICS.keys()
+    rng = random.Random(0)
+    for name, (ours, wrong, _) in grade_csv.METRICS.items():
+        truth, predicted = [rng.choices(range(4), k=200) for _ in range(2)]
+        if name in ("roc_auc", "log_loss"):
+            truth = [value % 2 for value in truth]
+            predicted = [value / 3 for value in predicted]  # with ties, 0 and 1
+        assert ours(truth, predicted) == pytest.approx(theirs[name](truth, predicted)), name
+        assert grade_csv.standard_error(ours, truth, predicted) > 0
+        assert not wrong("0.5", ()) and wrong("1e999", ["1"])
+
+
 def test_labels_that_are_numbers_are_compared_as_numbers(tmp_path):
     task = load_task("titanic")
 
