@@ -5,18 +5,18 @@
     torchrun --nproc-per-node 4 grpo.py --task titanic ...   each rank plays some groups
     python viz.py logs/grpo-titanic-tiny-0        table and curves
 
-The same command again resumes a run. One step:
-1. sample P groups of G episodes: each episode in its own sandbox, all in flight on one engine;
-   with --ahead the next steps are sampled at the same time
-2. score every finished episode on the validation part; the reward is a function of its
-   improvement over the baseline
-3. advantage = how much better than the own group; equal rewards teach nothing, so another group
-   is sampled instead
-4. loss = clipped policy gradient + KL to the starting policy, averaged over all tokens of the step
-5. one AdamW step on the LoRA weights, which are then copied into the running engine
-6. now and then an evaluation on held-out seeds, the same ones each time: the best adapter is kept;
-   a collapse ends the run
-7. one row of metrics, all transcripts and a checkpoint go to the run directory
+The same command again resumes a run. One step, in reading order (flatlab/ left out):
+1. train: plan_step (train/batch.py) chooses the tasks of P groups; play_groups plays G episodes of
+   each, all in flight on one engine; with --ahead those of the next steps, too
+2. run_episode, play (world/episode.py): Policy.sample (policy.py), Env.step, Env.score (env.py)
+3. rewards_of: a function of the improvement over the baseline, on the validation part; equal
+   rewards teach nothing, so another group is sampled instead
+4. make_batch: advantages and credit of each token; sequences_of, weighted (train/batch.py)
+5. optimize, micro_loss: clipped policy gradient + KL; Policy.logprobs (policy.py); one AdamW step
+6. Policy.sync: these weights into the running engine (model/lora_sync.py)
+7. judge: now and then an evaluation on held-out seeds, the same ones each time; keep_best
+   (train/checkpoint.py); alarms and collapse (train/metrics.py)
+8. write_step (train/checkpoint.py): the row, all transcripts and a checkpoint
 
 At the end the untrained, the last and the best adapter play the same fresh seeds.
 

@@ -7,12 +7,13 @@
 
 The same command again resumes a search. examples/learn.py also trains the model while it searches.
 
-One node:
-1. select: a rule picks the finished node to build on. The root is the measured baseline.
-2. propose: the model lists strategies with their probabilities, and one of them is taken.
-3. expand: an episode in a copy of the parent's files, without its artefact. The model is told a
-   bounded summary of the parent instead of its conversation.
-4. The validation part scores the node; a row goes to journal.jsonl. A failed node can be debugged.
+One node, in reading order (flatlab/ left out):
+1. decide: a rule (tree/rules.py) picks the finished node to build on. The root is the baseline.
+2. propose: the model lists strategies with their probabilities, and one of them is taken; ask and
+   parse (tree/requests.py).
+3. play_node: run_episode (world/episode.py) in a copy of the parent's files, without its artefact.
+   A bounded summary of the parent replaces its conversation: situation (tree/requests.py).
+4. Tree.keep, Tree.record (tree/nodes.py): the validation score and a row of journal.jsonl.
 
 At the end the nodes within one standard error of the best by validation are scored on the selection
 part, and the best of them by the mean of both parts once on the test part.

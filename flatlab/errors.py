@@ -5,12 +5,15 @@ the user's functions return.
 import difflib
 import errno
 import math
+import os
+import re
 from collections.abc import Iterable
 from contextlib import suppress
 
 from flatlab.numbers import count
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
+SECRET = 6  # characters of the shortest key that shown() hides
 
 
 class UserError(Exception):
@@ -56,6 +59,14 @@ def finite_list(name: str, values, wanted: int, of: str, skips: bool = False) ->
     return [None if skips and value is None else finite(name, value) for value in values]
 
 
+def shown(text: str) -> str:
+    """The text without the API keys of the environment and without passwords in addresses."""
+    for name, value in os.environ.items():
+        if name.endswith(("_KEY", "_TOKEN")) and len(value.strip()) >= SECRET:
+            text = text.replace(value.strip(), f"${name}")
+    return re.sub(r"://[^/\s]+@", "://***@", text)
+
+
 def first_cause(error: BaseException) -> BaseException:
     """The first error of a TaskGroup; any other error is itself."""
     while isinstance(error, BaseExceptionGroup):
@@ -66,7 +77,7 @@ def first_cause(error: BaseException) -> BaseException:
 def sentence_of(error: BaseException) -> str:
     """Sentence for the user about an error that is not a bug; "" for a bug."""
     if isinstance(error, UserError):
-        return str(error)
+        return shown(str(error))
     if isinstance(error, SandboxFault):
         return f"The sandbox broke: {error}"
     if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.E2BIG):

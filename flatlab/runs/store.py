@@ -45,7 +45,7 @@ from pathlib import Path
 import yaml
 
 from flatlab import options
-from flatlab.errors import UserError, first_cause, sentence_of
+from flatlab.errors import UserError, first_cause, sentence_of, shown
 from flatlab.files import read_mapping, read_rows, temporary, to_disk, write_whole
 from flatlab.runs import trackers
 from flatlab.runs.fingerprint import ROOT, code_files, fingerprint
@@ -245,6 +245,8 @@ def open_run(
     lock = lock_directory(path)
     sweep(path)
     new = plain(config)
+    if new.get("url"):
+        new["url"] = shown(new["url"])  # without a password
     old = read_mapping(path / "config.yaml", default=dict(new))
     before = old.pop("fingerprint", {})
     differing = [
@@ -278,7 +280,7 @@ def open_run(
         os.truncate(log, log.read_bytes().rfind(b"\n") + 1)
     (path / "episodes").mkdir(exist_ok=True)
     (path / "checkpoints").mkdir(exist_ok=True)
-    command = shlex.join([Path(sys.executable).name, *sys.argv])
+    command = shown(shlex.join([Path(sys.executable).name, *sys.argv]))
     write_provenance(path / "command.txt", command)
     write_provenance(path / "git.txt", describe_git())
     write_provenance(path / "env.txt", describe_machine())
@@ -413,7 +415,7 @@ def recorded_end(runs: list, where):
         yield
     except BaseException as error:
         cause = first_cause(error)
-        status = f"failed: {sentence_of(cause) or repr(cause)}"
+        status = f"failed: {sentence_of(cause) or shown(repr(cause))}"
         if isinstance(cause, KeyboardInterrupt):
             status = "interrupted"
             if runs:

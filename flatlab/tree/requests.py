@@ -7,7 +7,6 @@ error, decision); `prompts` are the Prompts of the file.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import math
@@ -101,9 +100,11 @@ async def reply_to(t, node, talk: list[dict], seed: int) -> str:
     prompt = t.policy.render(talk)
     room = min(t.cfg.episode.max_reply_tokens, t.cfg.model.context - len(prompt))
     if room >= LEAST_ROOM:
-        with contextlib.suppress(OverflowError):  # by the count of an endpoint
+        try:
             sample = await CountingPolicy(t.policy, node).sample(prompt, room, seed=seed)
             return sample.text
+        except OverflowError as problem:  # by the count of an endpoint
+            node.decision["refused"] = str(problem)
     return ""
 
 
