@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
@@ -35,13 +36,14 @@ def sanity_file(task: Task) -> Path:
 
 
 def check_grader(task: Task, make_sandbox) -> None:
-    """Grades the first trivial rule, if the task has one, on the first and on the last part.
+    """Grades the first trivial rule, if the task has one, on each part.
 
     Raises UserError if the grader gives neither a score nor a reason, or if it refuses a rule of
     task.trivial: it would not score any episode.
     """
+    refuse_unused_rows(task)
     for name, artefacts in islice(trivial_rules(task), 1):
-        for split in dict.fromkeys([task.splits[0], task.splits[-1]]):
+        for split in task.splits:
             score = grade(task, artefacts, split, make_sandbox)
             if score.grader_output or name in task.trivial and not score.valid:
                 output = " ".join(score.grader_output.split())[-SENTENCE_CHARS:]
@@ -49,6 +51,20 @@ def check_grader(task: Task, make_sandbox) -> None:
                     f"The grader of task {task.name} is broken: it gives the rule {name!r} no "
                     f"score on the {split} part: {score.message} {output}"
                 )
+
+
+def refuse_unused_rows(task: Task) -> None:
+    """Raises UserError if grade_csv.py would leave out rows, because the task has no such part."""
+    if "grade_csv.py" not in task.hidden or "answers.csv" not in task.hidden:
+        return
+    with open(task.hidden["answers.csv"], newline="", encoding="utf-8") as file:
+        rows = [*csv.reader(file)][1:]
+    unused = {row[1] for row in rows if len(row) == 3} - {*task.splits}
+    if unused:
+        raise UserError(
+            f"answers.csv of task {task.name} has rows of the part {min(unused)}, but the splits "
+            f"are {', '.join(task.splits)}: add it to `splits` in task.yaml, or remove the rows."
+        )
 
 
 def trivial_rules(task: Task) -> Iterator[tuple[str, dict[str, bytes]]]:
