@@ -266,6 +266,9 @@ IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
 
 def test_nonsense_is_no_answer(server):
     url, script, _ = server
+    script.append((200, b'data: {"choices": []}\n\ndata: [DONE]\n'))  # it only streams
+    with user_error(r"like a chat endpoint: data: .*\[DONE\] \("):
+        ask(url)
     choices = [{"choices": wrong} for wrong in ([], None, {}, [None], [{"message": None}])]
     for nonsense in (b"<html>", [1], None, *choices, *map(completion, NO_TEXT)):
         script.append((200, nonsense))

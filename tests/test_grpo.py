@@ -214,7 +214,7 @@ def test_bounds_of_the_alarms(key, usual, quiet, loud):
     assert f"({key} {loud:.3g}, usually {usual:.3g})" in alarm
 
 
-def test_without_a_gradient_before_none_is_too_large():
+def test_no_alarm_where_no_gradient_was_before():
     assert metrics.alarms({"grad_norm": 5.0}, [{"grad_norm": 0.0}]) == []
 
 
@@ -496,7 +496,7 @@ def test_a_row_has_times_and_memory():
     assert 0.01 < row["memory_gb"] < 1000
 
 
-def test_the_first_results_of_a_row_of_tasks():
+def test_the_first_results_in_a_row_of_tasks():
     results = metrics.first_results([TASK, load_task("hadamard29")], "training")
     scale = {"metric": "value", "higher_is_better": True, "baseline": 0.0, "reference": 1.0}
     assert results.items() >= (scale | {"kind": "training", "status": "running"}).items()

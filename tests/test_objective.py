@@ -282,6 +282,12 @@ def test_dppo_by_hand():
     assert is_masked.tolist() == bits("10000")
 
 
+def test_a_token_without_an_advantage_is_not_masked():
+    far, near = numbers("-3 -0.1"), numbers("-0.1 -3")
+    _, is_masked = grpo.masked(far, near, numbers("0 0"), ONE[:2], CFG)
+    assert not is_masked.any()
+
+
 def test_kl_by_hand_and_its_gradient_pulls_towards_the_base():
     logp = logs("0.5").requires_grad_()
     k3 = grpo.kl_to_base(logp, logs("0.25"))
@@ -371,6 +377,13 @@ def test_faults_and_equal_rewards_are_not_in_the_batch(task):
     # what the transcripts keep
     stored = [e.turns[0].get("advantage") for e in equal.played + different.played]
     assert stored == [None, None, 0.5, -0.5]
+
+
+def test_a_reply_that_was_cut_is_not_in_the_batch(task):
+    group = played(task, 1.0, 0.0)
+    group.episodes[0].turns[1]["stop_reason"] = "length"
+    batch = grpo.make_batch([group], configure(CFG, credit="complete"), TrainingRun())
+    assert [len(s.advantage) for s in batch] == [2, 3]
 
 
 def test_groups_are_filled_up_to_the_bound(monkeypatch, task):

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
@@ -24,7 +25,7 @@ from examples import learn
 from flatlab import files, options
 from flatlab.errors import SandboxFault, UserError
 from flatlab.options import BOUNDS, EpisodeOptions
-from flatlab.runs import cli, store
+from flatlab.runs import cli, store, trackers
 from flatlab.runs.fingerprint import fingerprint, model_parts
 from flatlab.sandbox.client import Sandbox
 from flatlab.task.sanity import degenerate
@@ -567,3 +568,10 @@ def test_a_closed_pipe_is_no_traceback_also_during_a_search():
     )
     done = python("-c", code)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_wrong_key_of_wandb_is_one_sentence(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_API_KEY", "wrong-key")
+    with user_error("^--trackers wandb: "):
+        trackers.open_wandb(SimpleNamespace(dir=tmp_path, config={}))

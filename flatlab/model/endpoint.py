@@ -195,8 +195,9 @@ class Endpoint:
             counted = str(usage.get("completion_tokens")) if isinstance(usage, dict) else ""
             is_cut = choice.get("finish_reason") in ("length", "max_tokens")
         except (AttributeError, LookupError, TypeError, ValueError) as error:
+            start = " ".join(answer.split())[:200]
             raise UserError(
-                f"{shown(self.url)} does not answer like a chat endpoint: {answer[:200]} ({error})"
+                f"{shown(self.url)} does not answer like a chat endpoint: {start} ({error})"
             ) from None
         reply = self.encode(text)
         logprobs = [0.0] * len(reply)

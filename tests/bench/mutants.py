@@ -25,7 +25,7 @@ EQUIVALENT = Path(__file__).with_name("equivalent_mutants.txt")
 
 # File: the tests that find its faults, without the prefix test_; the fast ones come first. A name
 # can be followed by an expression for pytest's -k.
-METRICS = "alarm or row or collapse or best_is or exact_task or wild_score or paired or a_gradient"
+METRICS = "alarm or _row_ or collapse or is_the_adapter_with or exact_task or wild_score or paired"
 TESTED_BY = {
     "flatlab/tree/rules.py": ["tree"],
     "flatlab/task/value.py": ["tree", "objective", f"grpo: {METRICS}"],
