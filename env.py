@@ -217,17 +217,18 @@ def open_tasks(
     sandbox: SandboxOptions,
     model_is_tiny: bool = False,
     left_out: dict | None = None,
+    roots: dict | None = None,
 ) -> tuple[list[Task], str]:
     """Loads the tasks and decides on the kind of their sandboxes, which `sandbox` then names.
 
     Returns the tasks and a sentence about that choice. Raises UserError if a task does not exist,
     needs something that its sandbox lacks, or has a broken grader. With `left_out`, such tasks are
-    left out if they exist, and their reasons stand there by name.
+    left out if they exist, and their reasons stand there by name. roots: arguments of load_task.
     """
     tasks, why = [], ""
     for name in options.task:
         try:
-            task = load_task(name)
+            task = load_task(name, **roots or {})
             image = task.image or sandbox.image
             sandbox.backend, reason = pick_backend(sandbox.backend, image, model_is_tiny)
             why = why or reason

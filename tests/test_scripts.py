@@ -19,10 +19,11 @@ from flatlab.files import read_mapping, read_rows
 from flatlab.model.chat import ChatTokens
 from flatlab.options import EpisodeOptions
 from flatlab.runs import store
+from flatlab.suites.attempts import read_suite
+from flatlab.suites.report import report
 from flatlab.train.batch import Group
 from flatlab.train.job import TrainingRun
 from flatlab.view.reader import read_run
-from flatlab.view.suite import read_suite, report
 from flatlab.world import prompts
 from flatlab.world.episode import Episode, History, Segment
 from helpers import (
