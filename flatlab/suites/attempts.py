@@ -72,7 +72,7 @@ def played(run: RunData, suite: str) -> list[dict]:
             larger = run.result["larger_is_better"][task]
             found.append(item | attempt(str(run.dir), task, larger, scores))
     if not found:
-        raise UserError(f"{run.dir} has faults only.")
+        raise UserError(f"In {run.dir} every episode was a fault.")
     return found
 
 

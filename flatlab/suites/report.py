@@ -39,7 +39,7 @@ def report(suite: dict, runs: list[RunData]) -> str:
     models = frame.groupby("task").model.transform("nunique")
     frame = frame[models == frame.model.nunique()]
     if frame.empty:
-        raise UserError("Name evaluations that have a task in common with the suite.")
+        raise UserError("None of these evaluations played a task of the suite.")
     groups = frame.groupby(["task", "model"])
     gains = groups[KINDS].max()
     means = groups[MEANS].mean()
