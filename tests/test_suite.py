@@ -118,7 +118,7 @@ def test_intervals_resample_within_a_task():
 
 ERRORS = [
     ("viz --suite nope", "Cannot read .*configs/suites/nope.yaml: No such file"),
-    ("viz --suite builtin", "Name evaluations that have a task in common"),
+    ("viz --suite builtin", "None of these evaluations played a task"),
     ("viz --suite mledojo", "The suite mledojo needs .MLEDOJO_ROOT"),
     ("evaluate --suite nope", "Cannot read .*configs/suites/nope.yaml: No such file"),
     ("evaluate --suite typo.yaml", "Unknown task 'titanicc'; did you mean titanic"),
