@@ -187,12 +187,14 @@ def test_parse_grade():
         '{"error": {"why": "size"}}': "size",
         '{"error": " \\n", "accuracy": null}': lost,
         '{"error": "' + "x" * 10_000 + '"}': "xxx",
+        '{"error": "no 5\u2028\u2029\x85 number"}': "no 5",
         "": lost,
         '{"a":' * 100_000: lost,
     }
     for empty in ("null", "false", '" "'):
         cases[f'{{"error": {empty}, "accuracy": 0.5}}'] = ""
         cases[f'{{"error": {empty}}}'] = lost
+    cases['50 %\r100 %\r{"accuracy": 0.5}\r\nbye'] = ""
     for stdout, words in cases.items():
         value, message, _ = parse_grade(last_json_object(stdout), load_task("titanic"))
         assert value == (None if words else 0.5)

@@ -467,12 +467,24 @@ REPLIES = {
         ("knn", None),
     ],
     '- {"text": "an "odd" one"}\n- {"text": "ok"}': [("ok", None)],
+    "<responses><response><text>ridge</text><probability>0.05</probability></response>\n"
+    '<Response id="2">\n<text>svm,\n&lt; rbf</text>\n<probability>5%</probability></Response>': [
+        ("ridge", 0.05),
+        ("svm, < rbf", 0.05),
+    ],
+    '<response probability="0.1">ridge</response><strategy>svm</strategy><p>0.2</p>': [
+        ("ridge", 0.1),
+        ("svm", 0.2),
+    ],
 }
 UNREAD = {
     '[{"text": "a {x}"}, {"text": "a "b" c"}, {"probability": 1, "strategy": "cut': 2,
     '<think>{"text": "cut</think>{"strategy": {"text": "a"}} {"text": "b", "probability": 5%}': 1,
     "{'text': 'a'} {\"text\": null} {C: 1}": 2,
     '{"text": "a", "probability": 0.1}': 0,
+    "<response><text>a</text></response><response><text>cut": 1,
+    "<text>a</text><probability>0.1</probability><text>b</text><probability>0.1</probability>": 2,
+    "The probability is small.": 0,
 }
 
 

@@ -173,8 +173,9 @@ def parse_grade(grade: dict, task: Task) -> tuple[float | None, str, bool]:
 
 def last_json_object(text: str) -> dict:
     """The last line of a grader's stdout that is a JSON object; {} if there is none."""
-    for line in reversed(text.splitlines()):
-        if line.strip().startswith("{"):
+    for line in reversed(text.split("\n")):
+        line = line.strip().rpartition("\r")[2]  # what overwrites a progress bar
+        if line.startswith("{"):
             with suppress(ValueError, RecursionError):
                 return json.loads(line, parse_int=float)  # an int has at most 4300 digits
     return {}
