@@ -20,31 +20,6 @@ from flatlab.errors import UserError, first_cause, nearest, sentence_of
 from flatlab.files import TextLoader, read_mapping
 from flatlab.options import flat
 
-# Flags, values and presets of earlier versions -> what replaces them
-IMITATION = "An imitation is a script: python sft.py --runs logs/RUN; then grpo.py --model."
-LEARNING = "A search that learns is a script: python examples/learn.py --task TASK."
-EVALUATION = "An evaluation is a script: python evaluate.py --task TASK."
-MOVED = {
-    "--sft": IMITATION,
-    "--sft-share": IMITATION,
-    "--sft-updates": IMITATION,
-    "--sft-lr": IMITATION,
-    "--learn": LEARNING,
-    "--select=evaluation": EVALUATION,
-    "configs/evaluate.yaml": EVALUATION,
-    "--advantage=ppo": "PPO is an example: python examples/ppo.py --task TASK.",
-    "--gradient-checkpointing": "Layers are recomputed by themselves where the memory asks for it.",
-}
-
-
-def refuse_moved(flags: list[str]) -> None:
-    """Raises UserError for flags, values and presets of earlier versions."""
-    for flag, value in zip(flags, [*flags[1:], ""]):
-        flag = flag.replace("_", "-")
-        for words in (flag, f"{flag}={value}"):
-            if words in MOVED:
-                raise UserError(MOVED[words])
-
 
 def hide_none(config_class) -> None:
     """Leaves "(default: None)" out of --help, where the comment names the default."""
@@ -65,16 +40,14 @@ def parse_config(config_class, argv: list[str], preset: dict | None = None):
     The preset is turned into flags that stand in front of the others, so that tyro checks both in
     the same way and the command line wins. Fields of nested dataclasses are flags without a prefix.
     The docstring of the script heads its --help. Threads are configured, too, since torch is not
-    imported yet. Raises UserError for an unreadable preset, for arguments that are no text, and for
-    flags of earlier versions; tyro itself exits with code 2 for a wrong flag.
+    imported yet. Raises UserError for an unreadable preset and for arguments that are no text; tyro
+    itself exits with code 2 for a wrong flag.
     """
-    refuse_moved(argv)
     flags = list(argv)
     preset = dict(preset or {})
     if flags and not flags[0].startswith("-"):
         preset |= read_mapping(Path(flags.pop(0)), loader=TextLoader)
     flags = preset_flags(preset, flat(config_class())) + flags
-    refuse_moved(flags)
     threads.configure()
     for flag in flags:
         if re.search("[\0\ud800-\udfff]", flag):  # surrogates: bytes that are not UTF-8
