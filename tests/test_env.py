@@ -629,9 +629,8 @@ def test_an_episode_by_hand_names_each_part(capsys, monkeypatch):
     for words in (
         "> (no output)\n[ok, ",
         "[exit code 127]\n[error, ",
-        "$ validation Score: 1.4",
-        "\n[validation part] validation Score: 1.4",
-        "\n[test part] test Score: 1.4",
+        "$ exact Score: 1.4400 (",
+        "\n[exact part] exact Score: 1.4400 (",
     ):
         assert words in said
 
