@@ -108,7 +108,10 @@ def stored_episodes(run, tasks: list) -> dict[int, Group]:
     """Groups of one episode that this run has played before, by number. Faults are played again."""
     played = {}
     for file in sorted((run.dir / "episodes").glob("[0-9]*.jsonl")):
-        [row] = read_rows(file)
+        rows = read_rows(file)
+        if len(rows) != 1:
+            raise UserError(f"{file} is damaged: remove it, and its episode is played again.")
+        [row] = rows
         number = int(file.stem)
         episode = validated(Episode, row, file)
         if episode.status != "fault":

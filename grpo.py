@@ -605,7 +605,8 @@ async def begin(policy, optimizer, cfg: Config, job) -> list[dict]:
     """Resumes the run, or evaluates what training starts from. Returns the rows that are there."""
     if cfg.ahead:
         await in_trainer(threads.use_all, policy.decode_threads)  # the engine keeps its own
-    rows = await in_trainer(checkpoint.resume, policy, optimizer, job)
+    resume = functools.partial(checkpoint.resume, compared=("untrained", "best"))
+    rows = await in_trainer(resume, policy, optimizer, job)
     agreement = await policy.verify()
     job.say(f"engine   agrees with the trainer: {agreement['random adapter']}")
     policy.version = job.step

@@ -211,8 +211,10 @@ def prepare(cfg: Config, path):
         return run, tasks, []
     transcripts = best_episodes(cfg, tasks)
     imitated = content_key(*map(replies_of, transcripts))
-    if run.rows() and run.results()["imitated"] != imitated:
-        raise UserError(f"The best episodes of --runs are others than {run.dir} imitates.")
+    if run.rows() and run.results().get("imitated") != imitated:
+        raise UserError(
+            f"The best episodes of --runs are others than those that {run.dir}/result.json names."
+        )
     run.result(imitated=imitated)
     return run, tasks, transcripts
 

@@ -44,7 +44,7 @@ def grown(policy, change=lambda node, episode: episode, **config):
         counting = CountingPolicy(t.policy, node)
         episode = await one_reply(world, counting, t.cfg.episode, node.seed)
         episode.turns[0]["stop_reason"] = "stop"
-        return change(node, episode), b"\0" * 10240
+        return change(node, episode), b"\0" * 10240 + b"{}"
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "play_node", one)
