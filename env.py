@@ -24,7 +24,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, supp
 from dataclasses import dataclass
 from functools import partial
 
-from flatlab.errors import ArtefactError, SandboxFault, UnknownTask, UserError, user_code
+from flatlab.errors import ArtefactError, SandboxFault, UnknownTask, UserError
 from flatlab.options import EpisodeOptions, SandboxOptions, TaskOptions
 from flatlab.sandbox import snapshot
 from flatlab.sandbox.client import Sandbox, pick_backend, readable
@@ -150,8 +150,7 @@ class Env(AbstractContextManager, AbstractAsyncContextManager):
         """
         begin = time.monotonic()
         timeout = min(timeout or self.task.step_timeout, self.task.step_timeout)
-        with user_code("act"):
-            action, observation, status, score = act(self, reply, timeout)
+        action, observation, status, score = act(self, reply, timeout)
         seconds = time.monotonic() - begin
         return Step(readable(observation), status == "submit", score, status, seconds, action)
 
@@ -218,17 +217,18 @@ def open_tasks(
     sandbox: SandboxOptions,
     model_is_tiny: bool = False,
     left_out: dict | None = None,
+    roots: dict | None = None,
 ) -> tuple[list[Task], str]:
     """Loads the tasks and decides on the kind of their sandboxes, which `sandbox` then names.
 
     Returns the tasks and a sentence about that choice. Raises UserError if a task does not exist,
     needs something that its sandbox lacks, or has a broken grader. With `left_out`, such tasks are
-    left out if they exist, and their reasons stand there by name.
+    left out if they exist, and their reasons stand there by name. roots: arguments of load_task.
     """
     tasks, why = [], ""
     for name in options.task:
         try:
-            task = load_task(name)
+            task = load_task(name, **roots or {})
             image = task.image or sandbox.image
             sandbox.backend, reason = pick_backend(sandbox.backend, image, model_is_tiny)
             why = why or reason

@@ -7,12 +7,13 @@
 
 The same command again resumes a search. examples/learn.py also trains the model while it searches.
 
-One node:
-1. select: a rule picks the finished node to build on. The root is the measured baseline.
-2. propose: the model lists strategies with their probabilities, and one of them is taken.
-3. expand: an episode in a copy of the parent's files, without its artefact. The model is told a
-   bounded summary of the parent instead of its conversation.
-4. The validation part scores the node; a row goes to journal.jsonl. A failed node can be debugged.
+One node, in reading order (flatlab/ left out):
+1. decide: a rule (tree/rules.py) picks the finished node to build on. The root is the baseline.
+2. propose: the model lists strategies with their probabilities, and one of them is taken; ask and
+   parse (tree/requests.py).
+3. play_node: run_episode (world/episode.py) in a copy of the parent's files, without its artefact.
+   A bounded summary of the parent replaces its conversation: situation (tree/requests.py).
+4. Tree.keep, Tree.record (tree/nodes.py): the validation score and a row of journal.jsonl.
 
 At the end the nodes within one standard error of the best by validation are scored on the selection
 part, and the best of them by the mean of both parts once on the test part.
@@ -38,7 +39,7 @@ from typing import Literal
 
 import env
 from flatlab import options
-from flatlab.errors import SandboxFault, UserError, user_code
+from flatlab.errors import SandboxFault, UserError
 from flatlab.numbers import value_text
 from flatlab.runs import cli, store
 from flatlab.task.sanity import warning
@@ -56,6 +57,21 @@ from policy import choose_model, model_name, open_engine
 # are in flatlab/tree/rules.py.
 
 
+def greedy(t, rng, drafts=5):
+    """Drafts, then always the best node (AIDE, arXiv 2502.13138)."""
+    options = rules.candidates(t, drafts)
+    scores = {node.id: node.improvement for node in options}
+    if not scores:
+        return None
+    reason = "draft" if options == [t.root] else "best so far"
+    return Choice(rules.arg_max(scores), reason=reason, scores=scores)
+
+
+def ucb(t, rng, drafts=3, c=1.41):
+    """The arg-max of Q + c sqrt(ln N / (n + 1)), Q of the best child (UCB1, Auer et al. 2002)."""
+    return rules.explore_or_exploit(rules.values_and_bonuses(t, drafts, c))
+
+
 def bfs(t, rng, branching=3):
     """The first --nodes nodes of a complete tree, level by level.
 
@@ -71,21 +87,6 @@ def bfs(t, rng, branching=3):
     if not places or min(places) > t.cfg.nodes:
         return None
     return Choice(places[min(places)], reason="next in level order")
-
-
-def greedy(t, rng, drafts=5):
-    """Drafts, then always the best node (AIDE, arXiv 2502.13138)."""
-    options = rules.candidates(t, drafts)
-    scores = {node.id: node.improvement for node in options}
-    if not scores:
-        return None
-    reason = "draft" if options == [t.root] else "best so far"
-    return Choice(rules.arg_max(scores), reason=reason, scores=scores)
-
-
-def ucb(t, rng, drafts=3, c=1.41):
-    """The arg-max of Q + c sqrt(ln N / (n + 1)), Q of the best child (UCB1, Auer et al. 2002)."""
-    return rules.explore_or_exploit(rules.values_and_bonuses(t, drafts, c))
 
 
 SELECT = {
@@ -378,8 +379,7 @@ def decide(t: Tree) -> Choice | None:
     if t.rule.debugs and (leaf := rules.failed_leaf(t, rng, DEBUG_PROB)):
         return leaf
     name = f"--select {t.cfg.select}"
-    with user_code(name):
-        choice = t.rule.function(t, rng, **t.constants)
+    choice = t.rule.function(t, rng, **t.constants)
     if choice is None and not (t.finished or t.running):
         raise UserError(f"{name} returned None although nothing is running.")
     ended = {id for id, node in t.nodes.items() if node.status}
@@ -392,9 +392,7 @@ def start(t: Tree, choice: Choice) -> Node:
     """Adds the chosen node to the tree, with the first operator that applies."""
     parent = t.nearest_kept(choice.parent)
     for op, operator in OPERATORS.items():
-        with user_code(f"operator {op}"):
-            applies = operator.applies(choice, parent)
-        if applies:
+        if operator.applies(choice, parent):
             return t.start(choice, op, operator.mark)
     raise UserError(f"No operator of OPERATORS applies to a child of node {parent.id}.")
 

@@ -30,7 +30,7 @@ from flatlab.runs import cli  # noqa: E402
 from flatlab.runs.store import Run  # noqa: E402
 from flatlab.task.value import value_of  # noqa: E402
 from flatlab.train import batch, checkpoint  # noqa: E402
-from flatlab.train.job import Job, in_trainer  # noqa: E402
+from flatlab.train.job import TrainingRun, in_trainer  # noqa: E402
 from flatlab.tree.nodes import Node, Tree  # noqa: E402
 from flatlab.view import console  # noqa: E402
 from policy import Policy  # noqa: E402
@@ -76,10 +76,9 @@ async def grow(t: Tree, slots: asyncio.Semaphore, micro_tokens: int) -> None:
     """
     policy = t.policy
     optimizer = policy.make_optimizer(t.cfg.lr)
-    job = Job(run=t.run)
+    job = TrainingRun(run=t.run)
     await in_trainer(checkpoint.resume, policy, optimizer, job, Run.truncate_rows)
-    policy.sync()
-    policy.version = job.step  # the number of updates
+    policy.sync(job.step)
     # There is no KL term, and replies that were cut at the length limit carry no gradient.
     cfg = grpo.Config(
         seed=t.seed,
@@ -101,7 +100,7 @@ async def grow(t: Tree, slots: asyncio.Semaphore, micro_tokens: int) -> None:
         row = row_of(t, sum(picked, []), groups)
         job.step = policy.version
         row |= await in_trainer(grpo.update, policy, optimizer, groups, cfg, job)
-        policy.sync()
+        policy.sync(job.step + 1)
         if row.get("skipped"):
             await policy.check_sync()
         row["alarms"] = alarms(row, t.run.rows())

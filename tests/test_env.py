@@ -62,6 +62,8 @@ ACCEPTED = [
     ("~~~\nnot a block\n~~~\n" + block("ls"), "ls"),
     ("Output:\n```\nhello << world\n```\n" + block("ls"), "ls"),
     ("<think>a</think>\n" + block(QUOTED_MARKS), QUOTED_MARKS),
+    ("\u200b```bash\u200b\nls\n\ufeff```\u2060", "ls"),
+    ("\xad``\u200d`bash\xa0\necho \u200b\n```\u200e", "echo \u200b"),
     ("I say\r\n```bash\r\ncat <<'E'\r\n```\r\nE\r\nls\r\n```\r\n", "cat <<'E'\n```\nE\nls"),
 ]
 # The fences are in the heredoc.

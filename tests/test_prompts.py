@@ -266,9 +266,9 @@ def test_longer_lines_of_a_table_and_lines_of_a_changed_one_are_not_shown(tmp_pa
     table = tmp_path / "wide.csv"
     table.write_text("id,x\n" + ",".join("0" * 200) + "\n1,2\n")
     task = replace(TITANIC, public={"wide.csv": table})
-    lines = prompts.first_lines(task, "wide.csv", table.stat().st_size)
+    lines = prompts.table_head(task, "wide.csv", table.stat().st_size)
     assert lines == ["id,x", "[a line of 200 characters or more]"]
-    assert not prompts.first_lines(task, "wide.csv", 12)
+    assert not prompts.table_head(task, "wide.csv", 12)
 
 
 # ------------------------------------------------------------------ thoughts

@@ -17,6 +17,7 @@ import pytest
 
 import search
 from examples import rules as examples
+from flatlab.errors import UserError
 from flatlab.task.value import improvement
 from flatlab.tree import requests, rules
 from flatlab.tree.nodes import Choice, Node, Tree, code_in
@@ -223,6 +224,23 @@ def test_mcts_counts_failures_as_the_worst():
     assert choose(t).scores["0.0"] == pytest.approx(1 / 4 + bonus)  # one of four visits still runs
 
 
+def test_mcts_gives_a_node_one_more_child_where_its_children_are_closed():
+    t = make("mcts", rule_args=("branching=1",))
+    for parent in ("0", "0.0", "0.0.0", "0.0.0.0"):
+        assert choose(t).parent == parent
+        put(t, parent, None)
+    assert choose(t).parent == "0.0.0.0"  # its child ends in too many failures
+    t = make("mcts", rule_args=("branching=1",))
+    put(t, "0", 0.5, kept=False)
+    assert choose(t).parent == "0"
+
+
+def test_one_executed_node_has_no_bonus():
+    t = make("ucb")
+    put(t, "0", 0.5)
+    assert rules.values_and_bonuses(t, 1, 1.0) == {"0.0": (1.0, 0.0)}
+
+
 def test_puct_by_hand():
     t = make("puct")
     for score in (0.8, 0.4, None, 0.2):
@@ -279,6 +297,9 @@ def test_defaults_of_the_rules():
         "linear": {},
     }
     assert rules.FINALISTS == 10
+    for name, known in {"mcts": "c, branching", "linear": "none"}.items():
+        with pytest.raises(UserError, match=f"no 'x'; it has {known}\\."):
+            rules.RULES[name].constants(search_config(select=name, rule_args=("x=1",)))
 
 
 def test_linear_is_a_chain():
@@ -299,7 +320,8 @@ def test_finalists_are_few_and_kept():
     near, far = put(t, "0", 0.25), put(t, "0", 0.125)
     t.finished[:] = [nodes[0], near, far]
     assert rules.finalists(t) == [nodes[0], near]
-    # of equal nodes the one with fewer tokens, then the earlier; without an error only those
+    # without a standard error only equal ones: fewer tokens first, then the earlier
+    put(t, "0", 0.5)
     equal = [put(t, "0", 0.75) for _ in range(3)]
     for node, tokens in zip(equal, (3, 2, 2)):
         node.tokens = tokens
@@ -314,7 +336,9 @@ def test_failed_leaves_are_debugged_up_to_a_depth_and_faults_are_not(monkeypatch
     t = make("greedy", rule_args=("drafts=1",))
     put(t, "0", None)
     for id in ("0.0", "0.0.0", "0.0.0.0"):
-        assert search.decide(t).parent == id
+        choice = search.decide(t)
+        assert choice.parent == id
+        assert choice.reason == "one of 1 failed leaves, drawn for debugging"
         assert put(t, id, None).op == "debug"
     assert search.decide(t).parent == "0"  # four failures in a row: given up
     t = make("greedy", rule_args=("drafts=1",))
@@ -443,12 +467,24 @@ REPLIES = {
         ("knn", None),
     ],
     '- {"text": "an "odd" one"}\n- {"text": "ok"}': [("ok", None)],
+    "<responses><response><text>ridge</text><probability>0.05</probability></response>\n"
+    '<Response id="2">\n<text>svm,\n&lt; rbf</text>\n<probability>5%</probability></Response>': [
+        ("ridge", 0.05),
+        ("svm, < rbf", 0.05),
+    ],
+    '<response probability="0.1">ridge</response><strategy>svm</strategy><p>0.2</p>': [
+        ("ridge", 0.1),
+        ("svm", 0.2),
+    ],
 }
 UNREAD = {
     '[{"text": "a {x}"}, {"text": "a "b" c"}, {"probability": 1, "strategy": "cut': 2,
     '<think>{"text": "cut</think>{"strategy": {"text": "a"}} {"text": "b", "probability": 5%}': 1,
     "{'text': 'a'} {\"text\": null} {C: 1}": 2,
     '{"text": "a", "probability": 0.1}': 0,
+    "<response><text>a</text></response><response><text>cut": 1,
+    "<text>a</text><probability>0.1</probability><text>b</text><probability>0.1</probability>": 2,
+    "The probability is small.": 0,
 }
 
 

@@ -45,7 +45,7 @@ from pathlib import Path
 import yaml
 
 from flatlab import options
-from flatlab.errors import UserError, first_cause, sentence_of
+from flatlab.errors import UserError, first_cause, sentence_of, shown
 from flatlab.files import read_mapping, read_rows, temporary, to_disk, write_whole
 from flatlab.runs import trackers
 from flatlab.runs.fingerprint import ROOT, code_files, fingerprint
@@ -255,10 +255,12 @@ def open_run(
     lock = lock_directory(path)
     sweep(path)
     new = plain(config)
+    if new.get("url"):
+        new["url"] = shown(new["url"])  # without a password
     old = read_own(read_mapping, path / "config.yaml", default=dict(new))
-    before = old.pop("fingerprint", {})
+    before = old.pop("fingerprint", None) or {}
     if not isinstance(before, dict):
-        raise UserError(f"{path / 'config.yaml'} is damaged: it was cut. {WAY_OUT}")
+        raise UserError(f"{path}/config.yaml is damaged: it ends too early. {WAY_OUT}")
     differing = [
         f"{key}: {old.get(key)} there, {new.get(key)} now"
         for key in sorted({*old, *new} - {"name", *may_change})
@@ -290,7 +292,7 @@ def open_run(
         os.truncate(log, log.read_bytes().rfind(b"\n") + 1)
     (path / "episodes").mkdir(exist_ok=True)
     (path / "checkpoints").mkdir(exist_ok=True)
-    command = shlex.join([Path(sys.executable).name, *sys.argv])
+    command = shown(shlex.join([Path(sys.executable).name, *sys.argv]))
     write_provenance(path / "command.txt", command)
     write_provenance(path / "git.txt", describe_git())
     write_provenance(path / "env.txt", describe_machine())
@@ -425,7 +427,7 @@ def recorded_end(runs: list, where):
         yield
     except BaseException as error:
         cause = first_cause(error)
-        status = f"failed: {sentence_of(cause) or repr(cause)}"
+        status = f"failed: {sentence_of(cause) or shown(repr(cause))}"
         if isinstance(cause, KeyboardInterrupt):
             status = "interrupted"
             if runs:

@@ -13,6 +13,7 @@ from pathlib import Path
 from flatlab.errors import UserError
 from flatlab.files import content_key
 from flatlab.numbers import LARGEST, number
+from flatlab.task.listing import joined
 from flatlab.task.value import improvement
 
 MESSAGE_CHARS = 500  # limit of a grader's error message, which the agent reads
@@ -69,6 +70,7 @@ class Task:
     def __post_init__(self):
         """Raises UserError if the task makes no sense."""
         refuse_overlap(self.name, self.public.values(), self.hidden.values())
+        joined(self.name, self.public, self.hidden)
         limits = self.step_timeout, self.grade_timeout
         needs = {
             "splits": self.splits,
@@ -171,8 +173,9 @@ def parse_grade(grade: dict, task: Task) -> tuple[float | None, str, bool]:
 
 def last_json_object(text: str) -> dict:
     """The last line of a grader's stdout that is a JSON object; {} if there is none."""
-    for line in reversed(text.splitlines()):
-        if line.strip().startswith("{"):
+    for line in reversed(text.split("\n")):
+        line = line.strip().rpartition("\r")[2]  # what overwrites a progress bar
+        if line.startswith("{"):
             with suppress(ValueError, RecursionError):
                 return json.loads(line, parse_int=float)  # an int has at most 4300 digits
     return {}

@@ -165,8 +165,8 @@ async def compare(policy, evaluate: Callable, job) -> dict:
         folder, weights = adapters[name]
         if weights not in played:
             policy.load_adapter(folder)
-            policy.sync()
-            policy.version = steps[name] + 1
+            policy.sync(steps[name] + 1)
+            job.say(f"evaluating  the {name} adapter")
             file = f"final-{name}"
             played[weights] = await evaluate(file, test=name == "best"), f"episodes/{file}.jsonl"
     same = {name: played[weights] for name, (_, weights) in adapters.items()}
@@ -189,7 +189,7 @@ def final_adapters(job) -> dict[str, tuple[Path, str]]:
 
 def is_finished(run, steps: int, n: int = 0) -> bool:
     """Returns whether nothing is left to do: all steps are made and the adapters compared on n
-    episodes each, or the guard stopped the run.
+    episodes each, or a collapse stopped the run.
 
     Raises UserError if there are steps, but no checkpoint to go on from.
     """

@@ -321,8 +321,9 @@ def error_of(episode: Episode) -> str:
     """Errors of an episode without a score: its last one, and the grader's message."""
     failed = ("error", "timeout", "rejected")
     errors = [turn["observation"] for turn in episode.turns if turn["status"] in failed]
-    message = episode.score.message if episode.score else episode.fault
-    return clip("\n".join([*errors[-1:], message]), 2000)
+    message = episode.score.message if episode.score else ""
+    said = filter(None, [*errors[-1:], message, episode.fault])
+    return clip("\n".join(said), 2000)
 
 
 def results(t: Tree) -> dict:

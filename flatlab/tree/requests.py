@@ -7,8 +7,8 @@ error, decision); `prompts` are the Prompts of the file.
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import html
 import json
 import math
 import re
@@ -101,9 +101,11 @@ async def reply_to(t, node, talk: list[dict], seed: int) -> str:
     prompt = t.policy.render(talk)
     room = min(t.cfg.episode.max_reply_tokens, t.cfg.model.context - len(prompt))
     if room >= LEAST_ROOM:
-        with contextlib.suppress(OverflowError):  # by the count of an endpoint
+        try:
             sample = await CountingPolicy(t.policy, node).sample(prompt, room, seed=seed)
             return sample.text
+        except OverflowError as problem:  # by the count of an endpoint
+            node.decision["refused"] = str(problem)
     return ""
 
 
@@ -127,19 +129,22 @@ class CountingPolicy:
 
 REPLY_CHARS = 20_000  # what follows in a reply is not read
 IDEA_CHARS = 300
+# A stated probability, which shows a list where no strategy could be read
+STATEMENT = re.compile(r"(?<!/)\bprobability[\"'\s]*[>:=|]", re.I)
 
 
 def parse(text: str) -> tuple[list[tuple[str, float | None]], int]:
     """(strategy, stated probability or None) of each strategy in a reply, and the number of those
-    whose JSON is damaged or cut off.
+    which cannot be read: their JSON or XML is damaged or cut off, or they have another form.
 
-    Reads JSON objects or, if these hold no strategies, lines. A reply without strategies gives [].
+    Reads JSON objects or, if these hold no strategies, XML or lines.
     Duplicates and repeated templates ("<one sentence>") are dropped. Nothing raises an error.
     """
     text = text.rsplit("</think>", 1)[-1][:REPLY_CHARS]
     objects = list(in_json(text))
-    unread = sum(not idea for idea, _ in objects)
-    for found in (objects, in_lines(text)):
+    elements = list(in_xml(text))
+    unread = sum(not idea for idea, _ in objects + elements)
+    for found in (objects, elements, in_lines(text)):
         ideas = {}
         for idea, stated in found:
             idea = " ".join(idea.split())[:IDEA_CHARS].strip("*\"'- ")
@@ -148,6 +153,8 @@ def parse(text: str) -> tuple[list[tuple[str, float | None]], int]:
                 ideas.setdefault(key, (idea, probability(stated)))
         if ideas:
             break
+    else:
+        unread = unread or len(STATEMENT.findall(text))
     return list(ideas.values()), unread
 
 
@@ -186,6 +193,35 @@ def in_json(text):
         start = text.find("{", end)
 
 
+RESPONSE = re.compile(r"<(response|strategy|idea|item)\b([^>]*)>", re.I)
+FIELD = r"<({})\b[^>]*>(.*?)</\1\s*>"
+TEXT = re.compile(FIELD.format("text|strategy|description"), re.I | re.S)
+STATED = re.compile(FIELD.format("probability|p"), re.I | re.S)
+ATTRIBUTE = re.compile(r"""\b(?:probability|p)\s*=\s*["']([^"']*)""", re.I)
+
+
+def in_xml(text):
+    """The elements <response>, each with its text and its probability inside or as an attribute.
+    The strategy of an element that does not end is "".
+    """
+    start = RESPONSE.search(text)
+    while start:
+        end = re.compile(rf"</{start[1]}\s*>", re.I).search(text, start.end())
+        if not end:
+            yield "", None
+            return
+        following = RESPONSE.search(text, end.end())
+        inside = text[start.end() : end.start()]
+        behind = text[end.end() : following.start() if following else len(text)]
+        named = TEXT.search(inside)
+        stated = STATED.search(inside + behind)
+        attribute = ATTRIBUTE.search(start[2])
+        idea = named[2] if named else STATED.sub("", inside)
+        idea = html.unescape(re.sub(r"<[^>]*>", "", idea)).strip()
+        yield idea, stated[2] if stated else attribute and attribute[1]
+        start = following
+
+
 LABEL = re.compile(r"[\s#*•+\d.()-]*(?:strategy|idea)\s*#?\d{0,3}\s*(?::|$)\s*(.*)", re.I)
 ITEM = re.compile(r"[\s#]*(?:[-*•+]|\(?\d{1,3}[.)])\s+([^{\s].*)")
 SAME_LINE = re.compile(
@@ -202,7 +238,7 @@ def in_lines(text):
     """`Strategy: ...` or, without any, list items. What is indented below one belongs to it, and
     its probability stands behind it or in a line of its own.
     """
-    lines = [line.expandtabs().replace("**", " ").rstrip()[:1000] for line in text.splitlines()]
+    lines = [line.expandtabs().replace("**", " ").rstrip()[:1000] for line in text.split("\n")]
     begin = LABEL if any(map(LABEL.match, lines)) else ITEM
     ideas = []  # [strategy, probability]
     outermost = 0  # indentation of the items

@@ -8,6 +8,9 @@ import re
 
 THOUGHT_ENDS = "</think>"
 FENCE = re.compile(r" {0,3}(`{3,})([^`]*)$")
+# Characters without width, which nobody sees beside a fence: soft hyphen, joiners, marks of
+# direction, word joiner, byte order mark
+NO_WIDTH = dict.fromkeys([0xAD, *range(0x200B, 0x2010), *range(0x202A, 0x202F), 0x2060, 0xFEFF])
 SHELLS = ("bash", "sh", "shell")
 # The parts of a line of bash that matter here: quotes, brackets, and heredocs (dash, delimiter).
 # Escapes, here-strings, comments, `let x=1<<4` and indices match whole: nothing in them counts.
@@ -110,7 +113,7 @@ def find_blocks(text: str, shells: tuple = SHELLS) -> list[Block]:
     """
     blocks = []
     for line in text.split("\n"):
-        fence = FENCE.match(line)
+        fence = FENCE.match(line.translate(NO_WIDTH))
         block = blocks[-1] if blocks and not blocks[-1].is_closed else None
         if block and (block.in_heredoc or not fence or len(fence[1]) < block.ticks):
             block.add(line)

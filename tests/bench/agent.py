@@ -242,7 +242,7 @@ def run_ours(model, rounds, turns, tokens, variant):
     from flatlab import threads
     from flatlab.options import ModelOptions
     from flatlab.task.grading import Score
-    from flatlab.train.job import Job, in_trainer
+    from flatlab.train.job import TrainingRun, in_trainer
     from flatlab.world import prompts
     from policy import ModelPath, Policy
     from tasks import load_task
@@ -305,7 +305,7 @@ def run_ours(model, rounds, turns, tokens, variant):
     cfg.episode.prompts = "configs/prompts/tiny.yaml"
     task = load_task("titanic", "", "")
     plan = [replace(task, prompt=f"Write. {i}") for i in range(PROMPTS)]
-    job = Job()
+    job = TrainingRun()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=RATE)
 
     def counted_batch(*args):
