@@ -10,7 +10,7 @@ from flatlab.errors import UserError
 from flatlab.files import load_tensors, save_tensors
 from flatlab.runs import store
 from flatlab.train import checkpoint
-from flatlab.train.job import Job
+from flatlab.train.job import TrainingRun
 from helpers import MADE_BY
 
 WHOLE = Path("logs/whole")
@@ -97,7 +97,7 @@ def resumed(policy, damage):
     damage(copy)
     config = {"task": ["titanic"], "steps": 9}
     run = store.open_run(copy, config, MADE_BY, {"steps"}, lambda run: "no" in run.results())
-    job = Job(run=run)
+    job = TrainingRun(run=run)
     compared = ("untrained", "best")
     try:
         return job, checkpoint.resume(policy, policy.make_optimizer(1), job, compared=compared)
