@@ -571,7 +571,8 @@ def test_a_closed_pipe_is_no_traceback_also_during_a_search():
 
 
 def test_a_wrong_key_of_wandb_is_one_sentence(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_API_KEY", "wrong-key")
     with user_error("^--trackers wandb: "):
         trackers.open_wandb(SimpleNamespace(dir=tmp_path, config={}))
+    wandb.teardown()  # its settings of this process
