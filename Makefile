@@ -37,7 +37,7 @@ help:
 	@echo 'make real   a pretrained model (135M) imitates demonstrations of battleOfSexes, then GRPO (10 to 14 minutes)'
 	@echo 'make test   set up what is missing, then test:  python -m pytest tests $$(ARGS)'
 	@echo 'make test-all  the slow tests too, in every kind of sandbox that works here'
-	@echo 'make lint   ruff: style and format'
+	@echo 'make lint   style and format of code (ruff) and prose'
 	@echo 'make setup  only the set-up, in .venv'
 	@echo 'make clean  remove .venv'
 	@echo
@@ -64,7 +64,7 @@ test-all: $(READY)
 	@.venv/bin/python -m pytest tests --all --all-backends $(ARGS)
 
 lint: $(READY)
-	@.venv/bin/ruff check . && .venv/bin/ruff format --check .
+	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/python tools/check_prose.py
 
 clean:
 	rm -rf .venv

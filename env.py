@@ -24,7 +24,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, supp
 from dataclasses import dataclass
 from functools import partial
 
-from flatlab.errors import ArtefactError, SandboxFault, UnknownTask, UserError, user_code
+from flatlab.errors import ArtefactError, SandboxFault, UnknownTask, UserError
 from flatlab.options import EpisodeOptions, SandboxOptions, TaskOptions
 from flatlab.sandbox import snapshot
 from flatlab.sandbox.client import Sandbox, pick_backend, readable
@@ -32,7 +32,7 @@ from flatlab.task.definition import Task
 from flatlab.task.grading import Score, digest_of, grade, read_artefacts
 from flatlab.task.machine import open_sandbox, resolve_backend
 from flatlab.task.sanity import check_grader
-from flatlab.world import texts
+from flatlab.world import prompts
 from flatlab.world.blocks import find_bash, find_blocks
 from flatlab.world.episode import act_bash, in_thread, score_sentence
 from tasks import load_task
@@ -132,15 +132,15 @@ class Env(AbstractContextManager, AbstractAsyncContextManager):
 
     def prompt(self, options: EpisodeOptions | None = None, policy=None) -> str:
         """The system message and the first message for the workspace as it is now, as the policy
-        would read them, or an agent with an endless context. See texts.first_messages.
+        would read them, or an agent with an endless context. See prompts.first_messages.
         """
         options = options or EpisodeOptions()
-        facts = texts.episode_facts(self, options)
-        return "\n\n".join(filter(None, texts.first_messages(self, options, facts, policy)))
+        facts = prompts.episode_facts(self, options)
+        return "\n\n".join(filter(None, prompts.first_messages(self, options, facts, policy)))
 
     def machine(self, options: EpisodeOptions) -> dict:
         """Facts about an episode and its sandbox for `limits` in the prompts file."""
-        return texts.machine_facts(self, options)
+        return prompts.machine_facts(self, options)
 
     def step(self, reply: str, timeout: float | None = None, act: Callable = act_bash) -> Step:
         """Runs the action of one reply.
@@ -150,8 +150,7 @@ class Env(AbstractContextManager, AbstractAsyncContextManager):
         """
         begin = time.monotonic()
         timeout = min(timeout or self.task.step_timeout, self.task.step_timeout)
-        with user_code("act"):
-            action, observation, status, score = act(self, reply, timeout)
+        action, observation, status, score = act(self, reply, timeout)
         seconds = time.monotonic() - begin
         return Step(readable(observation), status == "submit", score, status, seconds, action)
 
@@ -218,18 +217,19 @@ def open_tasks(
     sandbox: SandboxOptions,
     model_is_tiny: bool = False,
     left_out: dict | None = None,
+    roots: dict | None = None,
 ) -> tuple[list[Task], str]:
     """Loads the tasks and decides on the kind of their sandboxes, which `sandbox` then names.
 
     Returns the tasks and a sentence about that choice. Raises UserError if a task does not exist,
     needs something that its sandbox lacks, or has a broken grader. With `left_out`, such tasks are
-    left out if they exist, and their reasons stand there by name.
+    left out if they exist, and their reasons stand there by name. roots: arguments of load_task.
     """
     find_bash()
     tasks, why = [], ""
     for name in options.task:
         try:
-            task = load_task(name)
+            task = load_task(name, **roots or {})
             image = task.image or sandbox.image
             sandbox.backend, reason = pick_backend(sandbox.backend, image, model_is_tiny)
             why = why or reason
@@ -246,7 +246,7 @@ def open_tasks(
 
 def digests(tasks: list[Task], episode: EpisodeOptions) -> list[str]:
     """Digests of the texts and the tasks of a run, see fingerprint()."""
-    return [texts.load_prompts(episode.prompts).digest, *(task.digest() for task in tasks)]
+    return [prompts.load_prompts(episode.prompts).digest, *(task.digest() for task in tasks)]
 
 
 # ---------------------------------------------------------------------------------------- by hand

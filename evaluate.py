@@ -28,10 +28,12 @@ from flatlab.errors import UserError
 from flatlab.files import read_rows
 from flatlab.numbers import value_text
 from flatlab.runs import cli, store
+from flatlab.suites.attempts import read_suite
+from flatlab.suites.report import report
 from flatlab.task.builtin import validated
 from flatlab.train import checkpoint, metrics
 from flatlab.train.batch import Group
-from flatlab.view import console, suite
+from flatlab.view import console
 from flatlab.view.reader import read_run
 from flatlab.world.episode import Episode, run_episode
 from policy import choose_models, model_name, open_engine
@@ -108,7 +110,10 @@ def stored_episodes(run, tasks: list) -> dict[int, Group]:
     """Groups of one episode that this run has played before, by number. Faults are played again."""
     played = {}
     for file in sorted((run.dir / "episodes").glob("[0-9]*.jsonl")):
-        [row] = read_rows(file)
+        rows = read_rows(file)
+        if len(rows) != 1:
+            raise UserError(f"{file} is damaged: remove it, and its episode is played again.")
+        [row] = rows
         number = int(file.stem)
         episode = validated(Episode, row, file)
         if episode.status != "fault":
@@ -173,13 +178,14 @@ def seeds_of(cfg: Config, model: str | None, models: int, part: str) -> list[tup
     return list(zip(configs, choose_models(SCRIPT, configs)))
 
 
-def evaluate_model(cfg: Config, path, policy):
+def evaluate_model(cfg: Config, path, policy, roots: dict):
     """Makes or resumes the run of a seed. path: of the model; None for an endpoint. policy: the
-    engine of an earlier seed, or None. Returns the directory and the engine.
+    engine of an earlier seed, or None. roots: see read_suite. Returns the directory and the engine.
     """
     is_tiny = bool(path and path.is_tiny)
     left_out = {}
-    tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, is_tiny, left_out if cfg.suite else None)
+    may_lack = left_out if cfg.suite else None
+    tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, is_tiny, may_lack, roots)
     for name, reason in left_out.items():
         print(f"left out {name}: {reason}")
     cfg.tasks.task = tuple(name for name in cfg.tasks.task if name not in left_out)
@@ -195,7 +201,7 @@ def evaluate_model(cfg: Config, path, policy):
                 larger_is_better={task.name: task.higher_is_better for task in tasks},
                 left_out=left_out,
             )
-            console.first_lines(cfg, tasks, path, why)
+            console.print_facts(cfg, tasks, path, why)
             most = cfg.episodes * cfg.episode.max_turns
             tokens = most * cfg.episode.max_reply_tokens
             print(f"plan     {cfg.episodes} episodes, at most {most} replies and {tokens} tokens")
@@ -213,10 +219,11 @@ def evaluate_model(cfg: Config, path, policy):
 def main() -> None:
     argv = sys.argv[1:]
     cfg = cli.parse_config(Config, argv)
-    part = ""
+    part, roots = "", {}
     if cfg.suite:
-        given = suite.read_suite(cfg.suite)
+        given = read_suite(cfg.suite)
         cfg = cli.parse_config(Config, argv, given["settings"])
+        roots = given["roots"]
         part = Path(cfg.suite).stem
         if [*cfg.tasks.task] != given["settings"].get("task"):
             part += f"-{value_text(cfg.tasks.task)[:100]}"
@@ -232,12 +239,12 @@ def main() -> None:
     for plan in plans:
         policy = None  # one engine for all seeds of a model
         for own, path in plan:
-            where, policy = evaluate_model(own, path, policy)
+            where, policy = evaluate_model(own, path, policy, roots)
             directories.append(where)
         if policy and path:
             policy.close()
     if cfg.suite:
-        print(suite.report(given, [read_run(where) for where in directories]))
+        print(report(given, [read_run(where) for where in directories]))
     elif len(directories) > 1:
         console.outcome(*directories)
 

@@ -5,18 +5,18 @@
     torchrun --nproc-per-node 4 grpo.py --task titanic ...   each rank plays some groups
     python viz.py logs/grpo-titanic-tiny-0        table and curves
 
-The same command again resumes a run. One step:
-1. sample P groups of G episodes: each episode in its own sandbox, all in flight on one engine;
-   with --ahead the next steps are sampled at the same time
-2. score every finished episode on the validation part; the reward is a function of its
-   improvement over the baseline
-3. advantage = how much better than the own group; equal rewards teach nothing, so another group
-   is sampled instead
-4. loss = clipped policy gradient + KL to the starting policy, averaged over all tokens of the step
-5. one AdamW step on the LoRA weights, which are then copied into the running engine
-6. now and then an evaluation on held-out seeds, the same ones each time: the best adapter is kept;
-   a collapse ends the run
-7. one row of metrics, all transcripts and a checkpoint go to the run directory
+The same command again resumes a run. One step, in reading order (flatlab/ left out):
+1. train: plan_step (train/batch.py) chooses the tasks of P groups; play_groups plays G episodes of
+   each, all in flight on one engine; with --ahead those of the next steps, too
+2. run_episode, play (world/episode.py): Policy.sample (policy.py), Env.step, Env.score (env.py)
+3. rewards_of: a function of the improvement over the baseline, on the validation part; equal
+   rewards teach nothing, so another group is sampled instead
+4. make_batch: advantages and credit of each token; sequences_of, weighted (train/batch.py)
+5. optimize, micro_loss: clipped policy gradient + KL; Policy.logprobs (policy.py); one AdamW step
+6. Policy.sync: these weights into the running engine (model/lora_sync.py)
+7. judge: now and then an evaluation on held-out seeds, the same ones each time; keep_best
+   (train/checkpoint.py); alarms and collapse (train/metrics.py)
+8. write_step (train/checkpoint.py): the row, all transcripts and a checkpoint
 
 At the end the untrained, the last and the best adapter play the same fresh seeds.
 
@@ -45,7 +45,7 @@ from typing import Literal
 
 import env
 from flatlab import options, threads
-from flatlab.errors import UserError, finite, finite_list, user_code
+from flatlab.errors import UserError, finite, finite_list
 from flatlab.runs import cli, store
 from flatlab.task.value import summary_text
 from flatlab.train import checkpoint, metrics
@@ -61,7 +61,7 @@ from flatlab.train.batch import (
     sequences_of,
     weighted,
 )
-from flatlab.train.job import Job, Slots, in_trainer, join, stop_if_interrupted
+from flatlab.train.job import Slots, TrainingRun, in_trainer, join, stop_if_interrupted
 from flatlab.view import console
 from flatlab.world.episode import play, run_episode
 from policy import Policy, choose_models, lora_settings
@@ -348,8 +348,8 @@ def rewards_of(group: Group, cfg: Config) -> list[float]:
     for e, improvement in zip(group.played, group.improvements()):
         reward = NO_SUBMISSION
         if improvement is not None:
-            with user_code(f"--reward {cfg.reward}") as name:
-                reward = finite(name, REWARDS[cfg.reward](improvement, e), NO_SUBMISSION)
+            reward = REWARDS[cfg.reward](improvement, e)
+            reward = finite(f"The reward {cfg.reward}", reward, NO_SUBMISSION)
         rewards.append(reward)
     return rewards
 
@@ -410,7 +410,6 @@ async def evaluate(policy, cfg: Config, job, name: str, seed: int, test=False) -
 
     They are saved as episodes/<name>.jsonl. No update happens meanwhile. Returns the groups.
     """
-    job.say(f"evaluate {name}")
     planned = itertools.islice(itertools.cycle(job.tasks), cfg.eval_episodes)
     groups = await play_groups(policy, Plan([*planned], 1, seed, test=test), cfg, job)
     groups = await in_trainer(gather_groups, groups, job)
@@ -425,6 +424,7 @@ async def judge(policy, cfg: Config, job, name: str) -> dict:
     """
     result = {}
     if cfg.eval_episodes:
+        job.say(f"evaluating  {f'after step {job.step - 1}' if job.step else 'before training'}")
         seed = -1 - 2 * cfg.seed  # seeds of training are not negative
         groups = await evaluate(policy, cfg, job, name, seed)
         result = metrics.evaluation(groups, job.tasks)
@@ -448,15 +448,14 @@ def make_batch(groups: list[Group], cfg: Config, job) -> list:
     for g in groups:
         if not g.informative:
             continue
-        with user_code(f"--advantage {cfg.advantage}") as name:
-            advantages = ADVANTAGES[cfg.advantage](g.rewards)
-            advantages = finite_list(name, advantages, len(g.played))
+        advantages = ADVANTAGES[cfg.advantage](g.rewards)
+        name = f"The advantage {cfg.advantage}"
+        advantages = finite_list(name, advantages, len(g.played), "reward")
         for e, advantage in zip(g.played, advantages):
-            with user_code(f"--credit {cfg.credit}") as name:
-                credit = CREDITS[cfg.credit](advantage, e.turns)
-                credit = finite_list(name, credit, len(e.turns), skips=True)
-            for turn, own in zip(e.turns, credit):
-                turn["advantage"] = own  # for the transcripts
+            credit = CREDITS[cfg.credit](advantage, e.turns)
+            credit = finite_list(f"The credit {cfg.credit}", credit, len(e.turns), "turn", True)
+            for turn, credited in zip(e.turns, credit):
+                turn["advantage"] = credited  # for the transcripts
             batch.append(sequences_of(e, credit))
     return weighted(batch, LOSSES[cfg.loss].weight, cfg, job)
 
@@ -515,8 +514,7 @@ def micro_loss(policy, part: list, cfg: Config, meter: Meter, epoch: int, kl_wei
     lost = ~(logp.isfinite() & old.isfinite() & base.isfinite())
     logp, old, base = (values.masked_fill(lost, 0.0) for values in (logp, old, base))
 
-    with user_code(f"--loss {cfg.loss}"):
-        loss, is_clipped = LOSSES[cfg.loss].function(logp, old, advantage, sequence, cfg)
+    loss, is_clipped = LOSSES[cfg.loss].function(logp, old, advantage, sequence, cfg)
     if kl_weight is not None:
         kl = kl_to_base(logp, base)
         meter.add("mean", kl=kl, base_diff=(logp - base).abs())
@@ -574,12 +572,12 @@ async def train(policy, cfg: Config, job, update=update) -> None:
             times.append(time.perf_counter())
 
             # sync: the trained adapter into the running engine
-            policy.sync()
+            policy.sync(step + 1)
             if row.get("skipped"):
                 await policy.check_sync()
             times.append(time.perf_counter())
 
-            # judge: an evaluation now and then, alarms, and the guard
+            # judge: an evaluation now and then, alarms, and a collapse
             job.step = step + 1
             is_due = job.step % cfg.eval_every == 0 or job.step >= cfg.steps
             if is_due or not cfg.eval_episodes:
@@ -596,7 +594,7 @@ async def train(policy, cfg: Config, job, update=update) -> None:
                 await in_trainer(checkpoint.write_step, policy, optimizer, job, row, played)
                 await in_trainer(console.step_made, job.run, rows, cfg.steps)
 
-        for later in playing.values():  # steps that the guard leaves out
+        for later in playing.values():  # steps after a collapse
             later.cancel()
     await finish(policy, cfg, job)
 
@@ -605,10 +603,10 @@ async def begin(policy, optimizer, cfg: Config, job) -> list[dict]:
     """Resumes the run, or evaluates what training starts from. Returns the rows that are there."""
     if cfg.ahead:
         await in_trainer(threads.use_all, policy.decode_threads)  # the engine keeps its own
-    rows = await in_trainer(checkpoint.resume, policy, optimizer, job)
-    agreement = await policy.verify()
+    resume = functools.partial(checkpoint.resume, compared=("untrained", "best"))
+    rows = await in_trainer(resume, policy, optimizer, job)
+    agreement = await policy.verify(job.step)
     job.say(f"engine   agrees with the trainer: {agreement['random adapter']}")
-    policy.version = job.step
     if job.step:
         job.stopped = metrics.collapse(rows, job.best)
     else:
@@ -667,7 +665,7 @@ def check_config(cfg: Config) -> None:
         raise UserError("--thoughts is not for --agent: the program chooses what the model reads.")
 
 
-def prepare(cfg: Config, path, ranks) -> Job:
+def prepare(cfg: Config, path, ranks) -> TrainingRun:
     """Completes the config of a seed and opens the run directory. path: of the model. Raises
     UserError for whatever is wrong, before the model loads.
     """
@@ -679,7 +677,7 @@ def prepare(cfg: Config, path, ranks) -> Job:
         "concurrency": 32 * (1 + cfg.ahead),
     }
     options.set_defaults(cfg, derived)
-    job = Job(ranks, tasks, why)
+    job = TrainingRun(ranks, tasks, why)
     if ranks.rank == 0:
         digests = env.digests(tasks, cfg.episode)
         job.run = store.begin_run(

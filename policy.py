@@ -34,20 +34,17 @@ from types import MethodType
 
 from flatlab import options
 from flatlab.errors import UserError
-from flatlab.files import read_mapping
 from flatlab.model import endpoint, memory
+from flatlab.model.adapter import ADAPTER_FILE, read_settings, read_tensors
 from flatlab.model.chat import ChatTokens, Sample
 from flatlab.model.loading import check_model, count_weights, loading, phases
 from flatlab.numbers import value_text
 from flatlab.options import ModelOptions
 from flatlab.runs import store
 
-# Settings of an adapter_config.json that would change what the adapter computes.
-FOREIGN_LORA = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
 # Below this number of parameters, on a CPU, a decoding step of the engine is faster on one thread:
 # waking a second one for each operation costs more than it saves.
 ONE_THREAD = 5_000_000
-ADAPTER_FILE = "adapter_model.safetensors"
 FOLDER = re.compile(r"[/.~]|logs/|.+/.*/")  # names that are none of the Hugging Face hub
 TINY = Path(__file__).resolve().parent / "configs" / "tiny"  # the stand-in model
 
@@ -139,25 +136,20 @@ def resolve_model(name: str) -> ModelPath:
         base = str(TINY)
     elif (folder / "adapter_config.json").is_file():
         adapter = str(folder)
-        with loading("peft", name):
-            base, lora = adapter_settings(folder / "adapter_config.json")
+        base, lora = read_settings(folder)
+        read_tensors(folder)  # before the engine starts
     if (folder / "best" / "adapter_config.json").is_file():
         raise UserError(f"{name} is a run: its adapter is {folder / 'best'}.")
-    if FOLDER.match(base) and not Path(base).is_dir():
-        raise UserError(f"There is no folder {base}.")
-    config = check_model(base)
+    try:
+        if FOLDER.match(base) and not Path(base).is_dir():
+            raise UserError(f"There is no folder {base}.")
+        config = check_model(base)
+    except UserError as error:
+        if not adapter:
+            raise
+        raise UserError(f"base_model_name_or_path of the adapter {adapter}: {error}") from None
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return ModelPath(base, adapter, getattr(config, "stand_in", False), positions, lora)
-
-
-def adapter_settings(file: Path) -> tuple[str, dict]:
-    """The base model of a plain LoRA adapter, and its r, lora_alpha and target_modules."""
-    settings = read_mapping(file)
-    foreign = [name for name in FOREIGN_LORA if settings.get(name)]
-    if foreign:
-        raise UserError(f"The adapter of {file} uses {foreign[0]}, which is not supported.")
-    lora = {name: settings[name] for name in ("r", "lora_alpha", "target_modules")}
-    return settings["base_model_name_or_path"], lora
 
 
 def lora_settings(path: ModelPath, rank: int | None = None) -> dict:
@@ -210,7 +202,7 @@ class Engine(ChatTokens):
         self.path = path
         self.context = options.context or min(4096, path.positions or 4096)
         self.temperature = options.temperature
-        self.version = 0  # updates in the engine's weights: sync() adds one; the scripts correct it
+        self.version = 0  # updates in the engine's weights
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         default = "bfloat16" if self.device == "cuda" else "float32"
         self.dtype = getattr(torch, self.dtype or default)
@@ -543,15 +535,9 @@ class Trainer:
 
     def load_adapter(self, folder) -> None:
         """Reads an adapter written by `save`; call `sync()` afterwards. Raises UserError if its
-        tensors are not those of this model's adapter.
+        tensors are not finite, or not those of this model's adapter.
         """
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        try:
-            weights = load_file(Path(folder, ADAPTER_FILE))
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"Cannot load the adapter in {folder}: {error}") from None
+        weights = read_tensors(folder)
         own = self._adapter_tensors()
         shapes = {name: tensor.shape for name, tensor in own.items()}
         if {name: tensor.shape for name, tensor in weights.items()} != shapes:
@@ -660,20 +646,20 @@ class Policy(Engine, Trainer):
         if self.path.adapter:
             self.load_adapter(self.path.adapter)
         self._reference = None
-        self.sync()
+        self.sync(0)
 
     # -------------------------------------------------------------------------- trainer to engine
 
-    def sync(self) -> None:
+    def sync(self, version: int | None = None) -> None:
         """Copies the trained adapter into the running engine; requests sent from now on are sampled
-        from it.
+        from it. version: number of updates in it; default: one more than before.
         """
         import torch
 
         if self.device == "cuda":
             torch.cuda.synchronize()  # the trainer's thread uses another stream
         self.adapter_copy.push()
-        self.version += 1
+        self.version = self.version + 1 if version is None else version
         self._syncs += 1
         # Frees blocks of old weights, but only if no request runs; the salt in sample() keeps them
         # from being used in any case.
@@ -748,9 +734,9 @@ class Policy(Engine, Trainer):
             tensors = [values * (0.6 / moved) ** 0.5 for values in tensors]
         return tensors, moved
 
-    async def verify(self) -> dict[str, Agreement]:
+    async def verify(self, version: int = 0) -> dict[str, Agreement]:
         """Compares engine and trainer without an adapter, with a random and with the trained one.
-        Returns the Agreement with each.
+        Returns the Agreement with each. version: as in sync().
 
         Raises UserError if they disagree: training on such samples would be wrong from the first
         step. In bf16 diff_limit becomes 2.5 times the difference without an adapter, which is
@@ -766,7 +752,7 @@ class Policy(Engine, Trainer):
         with loading("Engine or trainer", self.path.base):
             for name, tensors in adapters.items():
                 with self._using(tensors):
-                    self.sync()
+                    self.sync(version)
                     found[name] = await self.agreement()
                 if name != "no adapter":
                     self.check(found[name], f"probe with the {name}", self.diff_limit)

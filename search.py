@@ -5,14 +5,15 @@
     python search.py --task titanic --select mcts --nodes 30 --model logs/grpo-titanic-tiny-0/best
     python viz.py logs/search-titanic-tail-tiny-0              the tree
 
-The same command again resumes a search. learn.py also trains the model while it searches.
+The same command again resumes a search. examples/learn.py also trains the model while it searches.
 
-One node:
-1. select: a rule picks the finished node to build on. The root is the measured baseline.
-2. propose: the model lists strategies with their probabilities, and one of them is taken.
-3. expand: an episode in a copy of the parent's files, without its artefact. The model is told a
-   bounded summary of the parent instead of its conversation.
-4. The validation part scores the node; a row goes to journal.jsonl. A failed node can be debugged.
+One node, in reading order (flatlab/ left out):
+1. decide: a rule (tree/rules.py) picks the finished node to build on. The root is the baseline.
+2. propose: the model lists strategies with their probabilities, and one of them is taken; ask and
+   parse (tree/requests.py).
+3. play_node: run_episode (world/episode.py) in a copy of the parent's files, without its artefact.
+   A bounded summary of the parent replaces its conversation: situation (tree/requests.py).
+4. Tree.keep, Tree.record (tree/nodes.py): the validation score and a row of journal.jsonl.
 
 At the end the nodes within one standard error of the best by validation are scored on the selection
 part, and the best of them by the mean of both parts once on the test part.
@@ -38,12 +39,12 @@ from typing import Literal
 
 import env
 from flatlab import options
-from flatlab.errors import SandboxFault, UserError, user_code
+from flatlab.errors import SandboxFault, UserError
 from flatlab.numbers import value_text
 from flatlab.runs import cli, store
 from flatlab.task.sanity import warning
 from flatlab.task.value import improvement, value_of
-from flatlab.tree import prompts, rules
+from flatlab.tree import requests, rules
 from flatlab.tree.nodes import Choice, Node, Tree, open_trees, results, seed_from
 from flatlab.view import console
 from flatlab.world.episode import Episode, in_thread, run_episode
@@ -54,6 +55,21 @@ from policy import choose_model, model_name, open_engine
 # Selection rules: functions of (tree, rng, constants with defaults) that return a Choice, or None
 # to wait for a running node. flatlab.tree.nodes.Tree is what a rule sees. More rules to copy from
 # are in flatlab/tree/rules.py.
+
+
+def greedy(t, rng, drafts=5):
+    """Drafts, then always the best node (AIDE, arXiv 2502.13138)."""
+    options = rules.candidates(t, drafts)
+    scores = {node.id: node.improvement for node in options}
+    if not scores:
+        return None
+    reason = "draft" if options == [t.root] else "best so far"
+    return Choice(rules.arg_max(scores), reason=reason, scores=scores)
+
+
+def ucb(t, rng, drafts=3, c=1.41):
+    """The arg-max of Q + c sqrt(ln N / (n + 1)), Q of the best child (UCB1, Auer et al. 2002)."""
+    return rules.explore_or_exploit(rules.values_and_bonuses(t, drafts, c))
 
 
 def bfs(t, rng, branching=3):
@@ -71,21 +87,6 @@ def bfs(t, rng, branching=3):
     if not places or min(places) > t.cfg.nodes:
         return None
     return Choice(places[min(places)], reason="next in level order")
-
-
-def greedy(t, rng, drafts=5):
-    """Drafts, then always the best node (AIDE, arXiv 2502.13138)."""
-    options = rules.candidates(t, drafts)
-    scores = {node.id: node.improvement for node in options}
-    if not scores:
-        return None
-    reason = "draft" if options == [t.root] else "best so far"
-    return Choice(rules.arg_max(scores), reason=reason, scores=scores)
-
-
-def ucb(t, rng, drafts=3, c=1.41):
-    """The arg-max of Q + c sqrt(ln N / (n + 1)), Q of the best child (UCB1, Auer et al. 2002)."""
-    return rules.explore_or_exploit(rules.values_and_bonuses(t, drafts, c))
 
 
 SELECT = {
@@ -206,7 +207,7 @@ class Config:
 def summary(t: Tree) -> str:
     """Text of prompts about other branches, if any."""
     if t.cfg.scope == "global":
-        return prompts.summary_of_tree(t.texts, t.finished)
+        return requests.summary_of_tree(t.prompts, t.finished)
     return ""
 
 
@@ -256,12 +257,12 @@ async def list_ideas(t: Tree, node: Node, seed: str) -> list:
     if t.rule.shared_request:
         k = max(k, t.constants.get("branching", 0))
         left = None  # not told, or the strategies would depend on how many workers there are
-    about = prompts.about(t.texts, t.task, t.machine, left, cfg.nodes)
+    about = requests.about(t.prompts, t.task, t.machine, left, cfg.nodes)
     parent = t.nearest_kept(node.parent)
     shown = None if parent is t.root else parent
     siblings = [child for child in t.nodes[node.parent].children if child is not node]
-    request = prompts.ask(
-        t.texts, about, shown, siblings, summary(t), mode=node.sampling_mode, k=k, tau=cfg.tau
+    request = requests.ask(
+        t.prompts, about, shown, siblings, summary(t), mode=node.sampling_mode, k=k, tau=cfg.tau
     )
     limit = cfg.tau if MODES[node.sampling_mode].below_tau else 1
     talk = []
@@ -270,16 +271,16 @@ async def list_ideas(t: Tree, node: Node, seed: str) -> list:
     for call in range(2):
         talk.append({"role": "user", "content": request})
         call_seed = seed_from(t.seed, seed, "ideas", call)
-        reply = await prompts.reply_to(t, node, talk, call_seed)
+        reply = await requests.reply_to(t, node, talk, call_seed)
         talk.append({"role": "assistant", "content": reply})
-        found, damaged = prompts.parse(reply)
+        found, damaged = requests.parse(reply)
         for idea, stated in found:
-            ideas.setdefault(prompts.same(idea), (idea, stated))
+            ideas.setdefault(requests.same(idea), (idea, stated))
         unread += damaged
         missing = k - sum((stated or 0) <= limit for _, stated in ideas.values())
         if missing <= 0:
             break
-        request = t.texts.fill("more", k=missing)
+        request = t.prompts.fill("more", k=missing)
     node.decision["unread"] = unread
     return sorted(ideas.values(), key=lambda idea: max(idea[1] or 0, limit))[:k]
 
@@ -295,7 +296,7 @@ class NodeEnv(env.Env):
 
     def __init__(self, t: Tree, node: Node, parents: list[Node]):
         limit = min(6000, t.cfg.model.context * 3 // 4)  # characters: a quarter of the context
-        message = prompts.situation(t.texts, node, parents, limit, summary(t))
+        message = requests.situation(t.prompts, node, parents, limit, summary(t))
         super().__init__(t.task, t.cfg.sandbox, node.seed, message, ends_at_score=True)
         self.tree = t
         self.parents = parents
@@ -325,7 +326,7 @@ async def play_node(t: Tree, node: Node, parents: list[Node]) -> tuple[Episode, 
         limits = replace(limits, episode_minutes=min(limits.episode_minutes, minutes))
     files = b""
     async with NodeEnv(t, node, parents) as world:
-        policy = prompts.CountingPolicy(t.policy, node)
+        policy = requests.CountingPolicy(t.policy, node)
         episode = await run_episode(world, policy, limits, node.seed)
         if episode.status != "fault":
             # Files that are too large are not kept: the score counts, but nothing is built on it.
@@ -378,8 +379,7 @@ def decide(t: Tree) -> Choice | None:
     if t.rule.debugs and (leaf := rules.failed_leaf(t, rng, DEBUG_PROB)):
         return leaf
     name = f"--select {t.cfg.select}"
-    with user_code(name):
-        choice = t.rule.function(t, rng, **t.constants)
+    choice = t.rule.function(t, rng, **t.constants)
     if choice is None and not (t.finished or t.running):
         raise UserError(f"{name} returned None although nothing is running.")
     ended = {id for id, node in t.nodes.items() if node.status}
@@ -392,9 +392,7 @@ def start(t: Tree, choice: Choice) -> Node:
     """Adds the chosen node to the tree, with the first operator that applies."""
     parent = t.nearest_kept(choice.parent)
     for op, operator in OPERATORS.items():
-        with user_code(f"operator {op}"):
-            applies = operator.applies(choice, parent)
-        if applies:
+        if operator.applies(choice, parent):
             return t.start(choice, op, operator.mark)
     raise UserError(f"No operator of OPERATORS applies to a child of node {parent.id}.")
 
@@ -403,7 +401,7 @@ async def begin(t: Tree, policy) -> None:
     """Prepares a tree for its first node. policy: samples replies and strategies."""
     t.policy = policy
     t.run.result(**results(t), degenerate=warning([t.task]), status="running")
-    if "limits" in t.texts.uses["about"]:  # requests tell about the sandboxes
+    if "limits" in t.prompts.uses["about"]:  # requests tell about the sandboxes
         async with env.Env(t.task, t.cfg.sandbox, t.seed) as world:
             await in_thread(world.restart)
             t.machine = await in_thread(world.machine, t.cfg.episode)

@@ -26,7 +26,7 @@ from flatlab.runs import cli, store
 from flatlab.task.value import improvement
 from flatlab.train import checkpoint, metrics
 from flatlab.train.batch import TrainSequence, column, micro_batches, sequences_of
-from flatlab.train.job import Job
+from flatlab.train.job import TrainingRun
 from flatlab.view import console
 from flatlab.world.episode import Episode, History
 from policy import Policy, choose_models, lora_settings
@@ -177,7 +177,7 @@ def imitate(policy, transcripts: list[dict], cfg: Config, run) -> None:
         raise UserError(f"--runs: no episode fits into --context {policy.context}.")
     print(f"imitate  {count(len(episodes), 'episode')}, {cfg.updates} updates", flush=True)
     run.result(episodes=len(episodes))
-    job = Job(run=run)
+    job = TrainingRun(run=run)
     optimizer = policy.make_optimizer(cfg.lr)
     rows = checkpoint.resume(policy, optimizer, job)
     for step, sequences in enumerate(batches(episodes, cfg)):
@@ -211,8 +211,10 @@ def prepare(cfg: Config, path):
         return run, tasks, []
     transcripts = best_episodes(cfg, tasks)
     imitated = content_key(*map(replies_of, transcripts))
-    if run.rows() and run.results()["imitated"] != imitated:
-        raise UserError(f"The best episodes of --runs are others than {run.dir} imitates.")
+    if run.rows() and run.results().get("imitated") != imitated:
+        raise UserError(
+            f"The best episodes of --runs are others than those that {run.dir}/result.json names."
+        )
     run.result(imitated=imitated)
     return run, tasks, transcripts
 
@@ -228,7 +230,7 @@ def main() -> None:
         if not run.finished:
             with store.recorded_end([run], f"{run.dir} after its last update"):
                 run.result(**metrics.first_results(tasks, "imitation"))
-                console.first_lines(own, tasks, path)
+                console.print_facts(own, tasks, path)
                 policy = policy or Policy(path, own.model, 0, 8, own.lora_rank)
                 policy.reset(own.seed)
                 own.micro_tokens = policy.fit_micro_tokens(own.micro_tokens)

@@ -24,7 +24,9 @@ import tyro
 
 from flatlab.errors import UserError
 from flatlab.runs import cli
-from flatlab.view import page, plots, suite, tables
+from flatlab.suites.attempts import read_suite
+from flatlab.suites.report import report
+from flatlab.view import page, plots, tables
 from flatlab.view.console import say
 from flatlab.view.reader import (
     NOUNS,
@@ -187,7 +189,7 @@ def main(options: Options):
     for sentence in errors:
         print(sentence, file=sys.stderr)
     if options.suite:
-        parts.append(suite.report(suite.read_suite(options.suite), runs))
+        parts.append(report(read_suite(options.suite), runs))
     if parts and (options.plot or options.format == "pdf"):
         raise UserError("--plot and --format draw pictures: give them without --list and the like.")
     if parts:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import grpo  # noqa: E402
-from flatlab.files import save_tensors  # noqa: E402
+from flatlab.files import load_tensors, save_tensors  # noqa: E402
 from flatlab.runs import cli  # noqa: E402
 from flatlab.train.batch import (  # noqa: E402
     Meter,
@@ -93,12 +93,10 @@ class ActorCritic(Policy):
         save_tensors(self.head.state_dict(), Path(folder) / HEAD_FILE)
 
     def load_adapter(self, folder) -> None:
-        import torch
-
         super().load_adapter(folder)
         file = Path(folder) / HEAD_FILE
         if self.head and file.is_file():
-            state = torch.load(file, map_location=self.device, weights_only=True)
+            state = load_tensors(file, self.device)
             self.head.load_state_dict(state)
 
 

@@ -1,15 +1,19 @@
-"""The errors with a meaning of their own, what a person is told about an error, and how errors and
-values of the user's own functions are named.
+"""The errors with a meaning of their own, what a person is told about an error, and checks of what
+the user's functions return.
 """
 
 import difflib
 import errno
 import math
-import traceback
-from contextlib import contextmanager, suppress
-from pathlib import Path
+import os
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+
+from flatlab.numbers import count
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
+SECRET = 6  # characters of the shortest key that shown() hides
 
 
 class UserError(Exception):
@@ -28,31 +32,6 @@ class ArtefactError(Exception):
     """A file cannot be taken out of the sandbox. The text says why; the agent may see it."""
 
 
-class UserCodeError(Exception):
-    """A function that the user may write raised an error, which is the cause of this one. A script
-    prints the text and the traceback of the cause, and exits with code 1.
-    """
-
-
-@contextmanager
-def user_code(name: str):
-    """Says where a function that the user may write raised an error. name: of the function, which
-    is yielded.
-    """
-    try:
-        yield name
-    except (UserError, SandboxFault, UserCodeError):
-        raise
-    except Exception as error:
-        _, call, *inside = traceback.extract_tb(error.__traceback__)
-        file = (inside or [call])[0].filename
-        line = [frame.lineno for frame in [call, *inside] if frame.filename == file][-1]
-        what = " ".join(traceback.format_exception_only(error)[-1].split())
-        raise UserCodeError(
-            f"{name} raised in {Path(file).name}, line {line}: {what[:300]}"
-        ) from error
-
-
 def finite(name: str, value, low: float = -math.inf) -> float:
     """A value of a user's function as a float; also that of a tensor with one element.
 
@@ -68,12 +47,24 @@ def finite(name: str, value, low: float = -math.inf) -> float:
     return number
 
 
-def finite_list(name: str, values, count: int, skips: bool = False) -> list[float | None]:
-    """The same for a list of `count` values. skips: None stays None."""
+def finite_list(name: str, values, wanted: int, of: str, skips: bool = False) -> list:
+    """The same for one value per thing, of which there are `wanted`. of: what these things are
+    called. skips: None stays None.
+    """
+    if not isinstance(values, Iterable):
+        raise UserError(f"{name} returned {values!r:.80}: it must return a list of numbers.")
     values = list(values)
-    if len(values) != count:
-        raise UserError(f"{name} returned {len(values)} values where {count} are wanted.")
+    if len(values) != wanted:
+        raise UserError(f"{name} returned {count(len(values), 'number')} for {count(wanted, of)}.")
     return [None if skips and value is None else finite(name, value) for value in values]
+
+
+def shown(text: str) -> str:
+    """The text without the API keys of the environment and without passwords in addresses."""
+    for name, value in os.environ.items():
+        if name.endswith(("_KEY", "_TOKEN")) and len(value.strip()) >= SECRET:
+            text = text.replace(value.strip(), f"${name}")
+    return re.sub(r"://[^/\s]+@", "://***@", text)
 
 
 def first_cause(error: BaseException) -> BaseException:
@@ -85,8 +76,8 @@ def first_cause(error: BaseException) -> BaseException:
 
 def sentence_of(error: BaseException) -> str:
     """Sentence for the user about an error that is not a bug; "" for a bug."""
-    if isinstance(error, (UserError, UserCodeError)):
-        return str(error)
+    if isinstance(error, UserError):
+        return shown(str(error))
     if isinstance(error, SandboxFault):
         return f"The sandbox broke: {error}"
     if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.E2BIG):

@@ -52,6 +52,18 @@ def save_tensors(content, path: Path) -> None:
     path.write_bytes(buffer.getbuffer())
 
 
+def load_tensors(path: Path, device="cpu") -> dict:
+    """Reads a file of save_tensors. Raises UserError if it is missing or damaged."""
+    import torch
+
+    try:
+        return torch.load(path, map_location=device, weights_only=True)
+    except OSError as error:
+        raise UserError(f"Cannot read {path}: {error.strerror}.") from None
+    except Exception:  # of pickle, zipfile and torch, which advises to read it unsafely
+        raise UserError(f"{path} is damaged: it holds no tensors.") from None
+
+
 class YamlLoader(yaml.SafeLoader):
     """Refuses a mapping that holds the same key twice, of which PyYAML would take the last."""
 

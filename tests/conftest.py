@@ -119,7 +119,7 @@ def play(policy, tmp_path, monkeypatch):
     from flatlab.errors import first_cause
     from flatlab.runs import store
     from flatlab.train import metrics
-    from flatlab.train.job import Job
+    from flatlab.train.job import TrainingRun
     from flatlab.view import page
     from helpers import MADE_BY, configure
     from training import CFG, TASK, one_reply, weights_of
@@ -159,7 +159,7 @@ def play(policy, tmp_path, monkeypatch):
         run.result(**metrics.first_results(list(tasks), "training"))
         run.trackers += trackers
         try:
-            asyncio.run(train(policy, cfg, Job(tasks=list(tasks), run=run)))
+            asyncio.run(train(policy, cfg, TrainingRun(tasks=list(tasks), run=run)))
             return run.rows()
         except ExceptionGroup as group:
             raise first_cause(group) from group

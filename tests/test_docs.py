@@ -1,10 +1,8 @@
 """README.md, docs/ and --help: links lead somewhere, quoted messages are in the code, help comes at
-once, and the prose is short.
+once.
 """
 
 import re
-
-import pytest
 
 from helpers import PROJECT, python
 
@@ -45,6 +43,7 @@ def test_the_help_in_runs_quotes_messages_that_exist():
 
 HEAVY = ("torch", "vllm", "transformers", "docker", "pandas", "scipy", "matplotlib")
 SCRIPTS = [path.name for path in PROJECT.glob("*.py") if "__main__" in path.read_text()]
+SCRIPTS.append("examples/learn.py")
 # Flags of other programs that the pages name.
 FOREIGN = "--array --generation-config --max-lora-rank --max-loras --max-model-len --split"
 
@@ -66,68 +65,6 @@ def test_help_loads_nothing_heavy_and_has_every_flag_in_the_docs():
     assert not missing
 
 
-def test_docstrings_begin_with_a_verb_or_a_noun():
-    wrong = []
-    for path in PROJECT.rglob("*.py"):
-        if ".venv" not in str(path.relative_to(PROJECT)):
-            openings = re.findall(
-                r'^ *r?"""(?:What|Whether|Which|Of|How) .*', path.read_text(), re.M
-            )
-            wrong += [f"{path.name}: {line.strip()}" for line in openings]
-    assert not wrong
-
-
-MOST_WORDS = 60  # of a paragraph
-MOST_NUMBERS = 3  # of a line
-MOST_CHARACTERS = 149  # of a line
-# A version, a date or an arXiv number is one number; digits in a name (Qwen3, H100) are none.
-NUMBER = re.compile(r"(?<![\w.-])\d[\d.,:-]*")
-PROSE = [PROJECT / "README.md", PROJECT / "CONTRIBUTING.md", PROJECT / "tests/README.md"]
-PROSE += PROJECT.glob("docs/*.md")
-
-
-def paragraphs(text: str) -> list[list[str]]:
-    """The lines of each paragraph and of each entry of a list. Titles, tables, HTML and blocks of
-    code are left out.
-    """
-    text = re.sub(r"^(```|~~~).*?^\1$", "", text, flags=re.MULTILINE | re.DOTALL)
-    found = [[]]
-    for line in text.splitlines():
-        if not line or line.startswith(("#", "|", "<")):
-            found.append([])
-            continue
-        if re.match(r" *(-|\d+\.) ", line):
-            found.append([])
-        found[-1].append(line)
-    return [lines for lines in found if lines]
-
-
-def test_paragraphs_are_found():
-    text = "# Title\nOne\ntwo\n\n```\ncode\n```\n- a\n  b\n- c\n| cell |\nend\n"
-    assert paragraphs(text) == [["One", "two"], ["- a", "  b"], ["- c"], ["end"]]
-
-
-@pytest.mark.parametrize("page", PROSE, ids=lambda page: f"{page.parent.name}/{page.name}")
-def test_the_prose_is_short(page):
-    wrong = []
-    for lines in paragraphs(page.read_text()):
-        if len(" ".join(lines).split()) > MOST_WORDS:
-            wrong.append(f"more than {MOST_WORDS} words: {lines[0]}")
-        for line in lines:
-            text = re.sub(r"`[^`]*`|\]\([^)]*\)", "", line)  # no code, no addresses
-            if len(NUMBER.findall(text)) > MOST_NUMBERS:
-                wrong.append(f"more than {MOST_NUMBERS} numbers: {line}")
-            if len(line) > MOST_CHARACTERS:
-                wrong.append(f"more than {MOST_CHARACTERS} characters: {line}")
-    assert not wrong, "\n".join(wrong)
-
-
 def test_the_loop_in_the_readme_is_in_the_example():
     [block] = re.findall(r"```python\n(.*?)```", (PROJECT / "README.md").read_text(), re.DOTALL)
     assert block in (PROJECT / "examples/minimal.py").read_text()
-
-
-def test_the_pages_stay_short():
-    product = [PROJECT / "README.md", *PROJECT.glob("docs/*.md")]
-    assert sum(len(page.read_text().split()) for page in product) <= 10_000
-    assert len((PROJECT / "README.md").read_text().splitlines()) <= 130

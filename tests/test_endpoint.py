@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from flatlab.errors import UserError, shown
 from flatlab.model import endpoint
 from helpers import chat_server, completion, dead_proxy, served, user_error
 from policy import TINY
@@ -106,9 +107,7 @@ RAW = {"raw": str(error("This model's maximum context length is 4096 tokens"))}
         (422, {"error": TOO_LONG[4], "error_type": "validation"}),
         (400, error("Please reduce the length.", "context_length_exceeded")),
         (400, error("Please shorten it.", 400, "exceed_context_size_error")),
-        (500, error("Context size has been exceeded.", 500, "server_error")),
         (200, error("Provider returned error", 400, metadata=RAW)),
-        (200, error(LLAMA, 502)),
     ],
 )
 def test_a_prompt_that_is_too_long_ends_an_episode_in_all_words(server, status, body):
@@ -117,6 +116,83 @@ def test_a_prompt_that_is_too_long_ends_an_episode_in_all_words(server, status, 
     with pytest.raises(OverflowError):  # no user error
         ask(url)
     assert len(seen) == 1
+
+
+SOON = {"retry-after": "0.01"}
+VLLM = (
+    "'max_tokens' or 'max_completion_tokens' is too large: 2048. This model's maximum context "
+    "length is 512 tokens and your request has 300 input tokens (2048 > 512 - 300)."
+)
+NO_ACCESS = "Your key has no access to the 1M context window of this model"
+MEMORY = "CUDA out of memory while growing the KV cache; lower the context length or the batch"
+# status, words, requests that are sent with 2 repetitions, what is raised and a part of its text
+MEANINGS = (
+    (400, VLLM, 1, OverflowError, "your request has 300 input tokens"),
+    (413, "prompt is too long", 1, OverflowError, "413, "),
+    (422, "string_too_long", 1, OverflowError, "422, "),
+    (400, "context_window is no field", 1, UserError, "no field"),
+    (401, "Incorrect API key; context size exceeded", 1, UserError, "OPENAI_API_KEY"),
+    (402, "credit for this context length exceeded", 1, UserError, "402"),
+    (403, NO_ACCESS, 1, UserError, NO_ACCESS),
+    (404, "Not Found", 1, UserError, "does --url lack /v1"),
+    (429, "The prompt is too long: tokens per minute exceeded", 3, UserError, "429"),
+    (500, MEMORY, 3, UserError, "KV cache"),
+    (500, "Context size has been exceeded.", 3, OverflowError, "500, "),
+    (503, "busy", 3, UserError, "busy"),
+)
+
+
+@pytest.mark.parametrize("status, words, requests, kind, text", MEANINGS)
+def test_the_status_counts_before_the_words(server, status, words, requests, kind, text):
+    url, script, seen = server
+    script += [(status, error(words), SOON)] * 3
+    with pytest.raises(kind) as raised:
+        ask(url, retries=2)
+    assert text in str(raised.value)
+    assert len(seen) == requests
+    script[:] = [(status, error(words), SOON)] * (status >= 429)
+    assert ask(url).text == "hello"  # repeated
+
+
+@pytest.mark.parametrize("status", [400, 422])
+def test_a_refused_field_is_left_out_or_has_another_name(server, status):
+    url, script, seen = server
+    extra = {"detail": [{"type": "extra_forbidden", "loc": ["body", "seed"]}]}
+    other = error("Unsupported parameter: 'max_tokens'.")
+    degrees = error("Unsupported value: 'temperature' does not support this value.")
+    script += [(status, {"message": extra}), (status, other), (status, degrees)]
+    assert ask(url, seed=1, temperature=1.0).text == "hello"
+    assert not {"seed", "max_tokens", "temperature"} & set(seen[-1])
+    assert seen[-1]["max_completion_tokens"] == 50
+    script.append((status, degrees))
+    with user_error("temperature"):  # another one would be used
+        ask(url, temperature=0.7)
+
+
+def test_a_key_without_white_space_is_sent_and_one_that_cannot_be_sent_is_not_shown(
+    server, monkeypatch
+):
+    url, _, seen = server
+    monkeypatch.setenv("OPENAI_API_KEY", " sk-hidden\n")
+    ask(url)
+    assert seen[-1]["auth"] == "Bearer sk-hidden"
+    for key, why in {"sk\nhidden": "a line break", "“sk-hidden”": "a character that"}.items():
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+        with user_error(f"^.OPENAI_API_KEY holds {why}") as raised:
+            ask(url)
+        assert "hidden" not in str(raised.value)
+
+
+def test_passwords_and_keys_are_not_shown_but_sent(server, monkeypatch):
+    url, script, seen = server
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789")
+    named = url.replace("://", "://user:pass@")
+    ask(named)
+    assert seen[-1]["auth"].startswith("Basic ")
+    script.append((401, error("no")))
+    with user_error(r"^http://\*\*\*@127.0.0.1.* refuses"):
+        ask(named)
+    assert shown(f"a {named} 0123456789") == f"a {url.replace('://', '://***@')} $WANDB_API_KEY"
 
 
 def test_what_is_refused_for_another_reason_is_no_long_prompt_and_not_repeated(server):
@@ -190,6 +266,9 @@ IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
 
 def test_nonsense_is_no_answer(server):
     url, script, _ = server
+    script.append((200, b'data: {"choices": []}\n\ndata: [DONE]\n'))  # it only streams
+    with user_error(r"like a chat endpoint: data: .*\[DONE\] \("):
+        ask(url)
     choices = [{"choices": wrong} for wrong in ([], None, {}, [None], [{"message": None}])]
     for nonsense in (b"<html>", [1], None, *choices, *map(completion, NO_TEXT)):
         script.append((200, nonsense))

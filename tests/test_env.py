@@ -64,6 +64,8 @@ ACCEPTED = [
     ("~~~\nnot a block\n~~~\n" + block("ls"), "ls"),
     ("Output:\n```\nhello << world\n```\n" + block("ls"), "ls"),
     ("<think>a</think>\n" + block(QUOTED_MARKS), QUOTED_MARKS),
+    ("\u200b```bash\u200b\nls\n\ufeff```\u2060", "ls"),
+    ("\xad``\u200d`bash\xa0\necho \u200b\n```\u200e", "echo \u200b"),
     ("I say\r\n```bash\r\ncat <<'E'\r\n```\r\nE\r\nls\r\n```\r\n", "cat <<'E'\n```\nE\nls"),
 ]
 # The fences are in the heredoc.
@@ -307,7 +309,7 @@ def test_grader_that_waits_is_stopped_before_its_time(world, monkeypatch, wait):
     world.task = replace(world.task, grade_timeout=3.0)
     do(world, "echo a > guess.txt")
     score = world.score()
-    assert score.message == "The grading waited: it used no CPU for 0.5 seconds."
+    assert score.message == "The grader was stopped: it used no CPU for 0.5 seconds."
     assert score.grader_output.startswith("exit code 143 idle")
 
 
@@ -653,9 +655,8 @@ def test_an_episode_by_hand_names_each_part(capsys, monkeypatch):
     for words in (
         "> (no output)\n[ok, ",
         "[exit code 127]\n[error, ",
-        "$ validation Score: 1.4",
-        "\n[validation part] validation Score: 1.4",
-        "\n[test part] test Score: 1.4",
+        "$ exact Score: 1.4400 (",
+        "\n[exact part] exact Score: 1.4400 (",
     ):
         assert words in said
 

@@ -13,7 +13,7 @@ import grpo, search, torch
 from pathlib import Path
 from types import SimpleNamespace
 from flatlab.view import plots
-from flatlab.world.texts import load_prompts
+from flatlab.world.prompts import load_prompts
 from flatlab.sandbox.client import get_backend, pick_backend
 cfg = grpo.Config(reward="thrifty", loss="tis")
 assert grpo.REWARDS["thrifty"](0.5, type("E", (), {"turns": [1, 2]})) == 0.46

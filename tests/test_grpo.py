@@ -24,7 +24,7 @@ from flatlab.runs import store
 from flatlab.task.value import summary_text
 from flatlab.train import metrics
 from flatlab.train.batch import Group, TrainSequence, draw_kl_weights, gather_groups
-from flatlab.train.job import Job, Ranks
+from flatlab.train.job import Ranks, TrainingRun
 from flatlab.view import console, tables
 from flatlab.world.episode import Episode, Segment
 from helpers import configure, segments_of, slow, step_row, user_error
@@ -76,7 +76,7 @@ def update(policy, monkeypatch):
 
         optimizer = optimizer or SimpleNamespace(step=keep, zero_grad=lambda: None)
         monkeypatch.setattr(grpo, "make_batch", lambda *_: batch)
-        return grpo.update(policy, optimizer, [], cfg, Job()), grads
+        return grpo.update(policy, optimizer, [], cfg, TrainingRun()), grads
 
     return update
 
@@ -187,6 +187,37 @@ def test_alarms(values, expected):
         assert words in alarm
 
 
+@pytest.mark.parametrize(
+    "key, usual, quiet, loud",
+    [
+        ("entropy", 0.4, 0.1, 0.09),
+        ("entropy", 0.4, 1.0, 1.01),
+        ("clip_share", 0.0, 0.2, 0.21),
+        ("clip_share", 0.3, 0.5, 0.51),
+        ("clip_share", 0.125, 0.25, 0.26),
+        ("logprob_diff_mean", 1e-7, 1.99e-6, 2.01e-6),
+        ("grad_norm", 0.25, 2.5, 2.51),
+        ("lost_tokens", 0, 0, 1),
+        ("skipped", 0, 0, 1),
+        ("records", 0, 0, 1),
+        ("zero_variance_share", 0.5, 0.99, 1),
+        ("valid_share", 0.5, 0.25, 0.24),
+        ("valid_share", 0.15, 0.06, 0.04),
+        ("fault_share", 0.0, 0.2, 0.21),
+        ("ungraded_share", 0.0, 0.2, 0.21),
+    ],
+)
+def test_bounds_of_the_alarms(key, usual, quiet, loud):
+    rows = [{key: 100.0}] * 21 + [{key: usual}] * 20  # the last twenty count
+    assert metrics.alarms({key: quiet}, rows) == []
+    [alarm] = metrics.alarms({key: loud}, rows)
+    assert f"({key} {loud:.3g}, usually {usual:.3g})" in alarm
+
+
+def test_no_alarm_where_no_gradient_was_before():
+    assert metrics.alarms({"grad_norm": 5.0}, [{"grad_norm": 0.0}]) == []
+
+
 def test_a_row_without_numbers_does_not_spoil_what_is_usual():
     before = [row(0), row(1, grad_norm=math.nan, entropy=math.nan), row(2)]
     assert metrics.alarms(row(3), before) == []
@@ -204,6 +235,9 @@ def test_the_row_counts_faults_graders_without_a_result_and_records():
     expected = {"episodes": 3, "faults": 1, "fault_share": 1 / 4, "ungraded_share": 1 / 3}
     expected |= {"records": 1, "valid_share": 2 / 3, "zero_variance_share": 0}
     assert row.items() >= expected.items()
+    assert row["reward_std"] == pytest.approx(stdev(group.rewards))
+    group.rewards = [0.1]
+    assert metrics.step_metrics([group], [TASK])["reward_std"] == 0
 
 
 def evaluated(gain, step=19, valid=0.8):
@@ -233,6 +267,9 @@ COLLAPSES = (
     (NOTHING_LEFT, ""),  # it was never better
     ([row(0), *NOTHING_LEFT], "at most 2.0% of the episodes were valid in 5 steps in a row"),
     ([row(0), *NOTHING_LEFT[:4], row(5)], ""),
+    ([row(0, valid_share=0.2), *NOTHING_LEFT], "at most 2.0%"),
+    ([row(i, kl=1.0) for i in range(3)], ""),
+    ([row(i, skipped=1) for i in range(2)], ""),
 )
 
 
@@ -430,6 +467,42 @@ def test_paired_differences_by_hand():
     assert paired == {"difference": -1, "difference_stderr": None, "difference_n": 1}
 
 
+def test_paired_runs_are_compared_with_the_untrained_adapter_and_best_alone_shows_the_test():
+    groups = {"untrained": scored_group(TASK, 0.7), "last": scored_group(TASK, 0.6)}
+    groups["best"] = scored_group(TASK, 0.8)
+    for group in groups.values():
+        group.episodes[0].test_score = group.episodes[0].score
+    played = {name: ([group], f"final-{name}") for name, group in groups.items()}
+    final = metrics.comparison(played, [TASK], {"last": 9, "best": 4})
+    assert (final["split"], final["best_is_untrained"]) == ("validation", False)
+    assert [final[name]["file"] for name in played] == [file for _, file in played.values()]
+    assert "difference" not in final["untrained"]
+    assert final["last"]["difference"] < 0 < final["best"]["difference"]
+    assert (final["last"]["step"], final["best"]["step"]) == (9, 4)
+    assert [name for name in played if "test_value_mean" in final[name]] == ["best"]
+    other = scored_group(TASK, 0.7, 0.9)
+    assert metrics.paired_difference([other], [groups["untrained"]])["difference_n"] == 1
+    other.episodes[0].status = other.episodes[1].status = "fault"
+    with user_error("Every sandbox broke"):
+        metrics.evaluation([other], [TASK])
+
+
+def test_a_row_has_times_and_memory():
+    group = scored_group(TASK, 0.7)
+    group.episodes[0].turns = [{"reply_tokens": 30}]
+    row = metrics.timing(SimpleNamespace(device="cpu"), [0.0, 1.0, 3.0, 6.0, 10.0], [group])
+    assert (row["seconds"], row["tokens_per_second"]) == (6.0, 5.0)
+    assert [row[phase] for phase in metrics.PHASES] == [1.0, 2.0, 3.0, 4.0]
+    assert 0.01 < row["memory_gb"] < 1000
+
+
+def test_the_first_results_in_a_row_of_tasks():
+    results = metrics.first_results([TASK, load_task("hadamard29")], "training")
+    scale = {"metric": "value", "higher_is_better": True, "baseline": 0.0, "reference": 1.0}
+    assert results.items() >= (scale | {"kind": "training", "status": "running"}).items()
+    assert metrics.first_results([TASK], "training")["baseline"] == TASK.baseline
+
+
 def test_a_resumed_run_knows_the_evaluation_of_the_adapter_in_best(play):
     """best/ is written before the checkpoint: after kill -9 it may be newer."""
     options = {"eval_episodes": 2, "eval_every": 1, "guarded": False}
@@ -573,7 +646,7 @@ def test_the_lengths_fit_a_model_of_few_positions():
 
 def test_a_run_on_a_degenerate_task_begins_with_a_warning(capsys):
     task = replace(TASK, degenerate="the sex rule is the label")
-    console.first_lines(CFG, [task], ModelPath("x", None, True))
+    console.print_facts(CFG, [task], ModelPath("x", None, True))
     assert "warning  a score says little on titanic: the sex rule" in capsys.readouterr().out
     assert "the sex rule is the label" in metrics.first_results([task], "training")["degenerate"]
 
@@ -587,7 +660,7 @@ def test_groups_travel_without_the_sequences_to_train_on(tmp_path):
     logprob = -0.1234567890123456789
     sampled = Segment([1, 2, 3], [-1, 0, 1], [0.0, logprob, math.nan], [-1, 4, 5])
     episode = Episode("t", 0, segments=[sampled], packed=store.packed_tokens([sampled]))
-    [group] = gather_groups([Group(0, TASK, [episode], [0.5])], Job())
+    [group] = gather_groups([Group(0, TASK, [episode], [0.5])], TrainingRun())
     [copy] = group.episodes
     assert (copy.segments, episode.segments) == ([], [sampled])
     (tmp_path / "episodes").mkdir()

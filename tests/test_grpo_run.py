@@ -316,13 +316,8 @@ BAD_INPUT = {
     "--max-groups 1": "--max-groups 1 is less than --groups 4",
     "--loss gspo --ahead 1": "the bounds of --loss gspo would clip most of what is sampled",
     "--agent true --thoughts drop": "--thoughts is not for --agent",
-    "--sft logs/a": "An imitation is a script: python sft.py --runs",
-    "--sft_lr 1e-3": "An imitation is a script: python sft.py --runs",
-    "--learn 3": "A search that learns is a script: python learn.py",
-    "--select evaluation": "An evaluation is a script: python evaluate.py",
-    "configs/evaluate.yaml": "An evaluation is a script: python evaluate.py",
-    "--advantage ppo": "PPO is an example: python examples/ppo.py",
-    "--gradient-checkpointing": "Layers are recomputed by themselves",
+    "--advantage ppo": "Unknown --advantage 'ppo'",
+    "configs/none.yaml": "configs/none.yaml",
 }
 
 

@@ -1,4 +1,4 @@
-"""learn.py: a real model and its trainer, with episodes of one reply.
+"""examples/learn.py: a real model and its trainer, with episodes of one reply.
 
 The script itself runs in test_search.py.
 """
@@ -11,13 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
-import learn
 import search
 import viz
+from examples import learn
 from flatlab.files import read_rows
 from flatlab.runs.cli import parse_config
 from flatlab.tree.nodes import open_trees
-from flatlab.tree.prompts import CountingPolicy
+from flatlab.tree.requests import CountingPolicy
 from flatlab.view.reader import read_run
 from helpers import TINY_TEXTS, configure, user_error
 from training import TASK, has_weights, one_reply, weights_of
@@ -44,7 +44,7 @@ def grown(policy, change=lambda node, episode: episode, **config):
         counting = CountingPolicy(t.policy, node)
         episode = await one_reply(world, counting, t.cfg.episode, node.seed)
         episode.turns[0]["stop_reason"] = "stop"
-        return change(node, episode), b"\0" * 10240
+        return change(node, episode), b"\0" * 10240 + b"{}"
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "play_node", one)

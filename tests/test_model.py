@@ -25,8 +25,8 @@ from flatlab.model.loading import PHASES
 from flatlab.model.lora_sync import at_most
 from flatlab.options import ModelOptions
 from flatlab.train import metrics
-from flatlab.tree import prompts
-from flatlab.world.texts import load_prompts
+from flatlab.tree import requests
+from flatlab.world.prompts import load_prompts
 from helpers import (
     AGENT_TEXTS,
     LOCAL,
@@ -259,11 +259,11 @@ def test_it_solves_the_tasks_with_the_prompts_of_today(tiny_policy, name):
 @pytest.mark.parametrize("mode", ["uniform", "tail", "sequence"])
 def test_it_lists_strategies_when_a_search_asks(tiny_policy, mode, name):
     texts = load_prompts(TINY_TEXTS)
-    about = prompts.about(texts, load_task(name), {})
-    question = prompts.ask(texts, about, None, [], mode=mode, k=5, tau=0.1)
+    about = requests.about(texts, load_task(name), {})
+    question = requests.ask(texts, about, None, [], mode=mode, k=5, tau=0.1)
     tokens = tiny_policy.render([{"role": "user", "content": question}])
     replies = for_each_seed(lambda seed: tiny_policy.sample(tokens, 160, seed))
-    usable = sum(len(prompts.parse(reply.text)[0]) >= 3 for reply in replies)
+    usable = sum(len(requests.parse(reply.text)[0]) >= 3 for reply in replies)
     assert usable >= LOWEST_VALID_SHARE * EPISODES, f"{usable} lists are usable. {ADVICE}"
 
 

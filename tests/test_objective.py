@@ -16,6 +16,7 @@ import grpo
 import helpers
 import training
 from flatlab.numbers import expected_best
+from flatlab.task.value import summary, summary_text, unit, value_of
 from flatlab.train.batch import (
     Group,
     Meter,
@@ -24,9 +25,10 @@ from flatlab.train.batch import (
     choose_tasks,
     cost,
     micro_batches,
+    plan_step,
     sequences_of,
 )
-from flatlab.train.job import Job
+from flatlab.train.job import TrainingRun
 from flatlab.world.episode import Episode, Segment
 from helpers import FakePolicy, block, configure
 from tasks import load_task
@@ -68,8 +70,24 @@ def rewards(name, task, *scores):
 @pytest.mark.parametrize("reward", [-1.5, math.nan])
 def test_a_reward_below_that_of_no_submission_ends_the_run(monkeypatch, task, reward):
     monkeypatch.setitem(grpo.REWARDS, "continuous", lambda improvement, episode: reward)
-    with helpers.user_error("--reward continuous is .*: it must be a finite number of at least -1"):
+    with helpers.user_error("The reward continuous is .*: .* finite number of at least -1"):
         grpo.rewards_of(scored_group(task, 0.7, 0.8), CFG)
+
+
+@pytest.mark.parametrize(
+    "advantages, sentence",
+    [
+        ([0.5], "The advantage group returned 1 number for 2 rewards."),
+        (None, "The advantage group returned None: it must return a list of numbers."),
+        ([0.5, None], "The advantage group is None: it must be a finite number."),
+    ],
+)
+def test_a_wrong_list_of_advantages_is_one_sentence(monkeypatch, task, advantages, sentence):
+    group = scored_group(task, 0.7, 0.8)
+    group.rewards = [0.0, 1.0]
+    monkeypatch.setitem(grpo.ADVANTAGES, "group", lambda rewards: advantages)
+    with helpers.user_error(sentence):
+        grpo.make_batch([group], CFG, TrainingRun())
 
 
 @pytest.fixture
@@ -78,11 +96,11 @@ def task():
 
 
 def test_rewards_by_hand(task):
-    improvements = floats("-0.5 0 0.5 1 1.75")
+    improvements = floats("-1.75 -0.5 0 0.5 1 1.75")
     by_hand = {
-        "continuous": "-0.5 0 0.5 1 1",
-        "tiered": "0 0 0.2 1 1",
-        "binary": "0 0 1 1 1",
+        "continuous": "-1 -0.5 0 0.5 1 1",
+        "tiered": "0 0 0 0.2 1 1",
+        "binary": "0 0 0 1 1 1",
     }
     exact = replace(task, baseline=0.0, reference=1.0)
     lower = replace(task, baseline=0.0, reference=-1.0, higher_is_better=False)
@@ -264,6 +282,12 @@ def test_dppo_by_hand():
     assert is_masked.tolist() == bits("10000")
 
 
+def test_a_token_without_an_advantage_is_not_masked():
+    far, near = numbers("-3 -0.1"), numbers("-0.1 -3")
+    _, is_masked = grpo.masked(far, near, numbers("0 0"), ONE[:2], CFG)
+    assert not is_masked.any()
+
+
 def test_kl_by_hand_and_its_gradient_pulls_towards_the_base():
     logp = logs("0.5").requires_grad_()
     k3 = grpo.kl_to_base(logp, logs("0.25"))
@@ -288,6 +312,30 @@ def test_weights_by_hand():
         short = 2 * 3 * weight(2, 8, 2, CFG)
         long = 6 * 7 * weight(6, 8, 2, CFG)
         assert short + long == pytest.approx(mean)
+
+
+def test_bounds_of_the_losses_and_constants_of_the_update():
+    """Results of runs depend on them: a change is a decision."""
+    bounds = {name: (loss.clip_low, loss.clip_high) for name, loss in grpo.LOSSES.items()}
+    assert bounds == {
+        "grpo": (0.2, 0.2),
+        "dr_grpo": (0.2, 0.2),
+        "dapo": (0.2, 0.28),
+        "dppo": (0.2, 0.2),
+        "gspo": (3e-4, 4e-4),
+        "cispo": (1.0, 4.0),
+    }
+    assert [n for n, loss in grpo.LOSSES.items() if not loss.supports_off_policy] == ["gspo"]
+    constants = (grpo.NO_SUBMISSION, grpo.SKIP_GRAD_NORM, grpo.ENTROPY_BONUS, grpo.IS_CAP)
+    assert constants == (-1.0, 100.0, 0.0, 2.0)
+    assert grpo.ADAMW == {"betas": (0.9, 0.99), "weight_decay": 0.0}
+    assert (grpo.WARMUP, grpo.EPOCHS, grpo.MAX_GRAD_NORM, grpo.KL_SHARE) == (4, 1, 1.0, 0.25)
+
+
+def test_the_learning_rate_rises_for_four_steps():
+    cfg = configure(CFG, lr=0.5)
+    rates = [grpo.learning_rate(step, cfg) for step in range(7)]
+    assert rates == approx("0.1 0.2 0.3 0.4 0.5 0.5 0.5")
 
 
 @pytest.mark.parametrize("name", grpo.LOSSES)
@@ -322,13 +370,20 @@ def test_faults_and_equal_rewards_are_not_in_the_batch(task):
     assert different.informative
     assert not played(task, None).informative
     cfg = configure(CFG, loss="dapo", advantage="group_nostd")
-    batch = grpo.make_batch([equal, different], cfg, Job())
+    batch = grpo.make_batch([equal, different], cfg, TrainingRun())
     assert [p.advantage for p in batch] == [[0.5] * 3, [-0.5] * 3]  # mean 0.5 of two, not of three
     assert {*sum((p.weight for p in batch), [])} == {1 / 6}
-    assert grpo.make_batch([equal], CFG, Job()) == []
+    assert grpo.make_batch([equal], CFG, TrainingRun()) == []
     # what the transcripts keep
     stored = [e.turns[0].get("advantage") for e in equal.played + different.played]
     assert stored == [None, None, 0.5, -0.5]
+
+
+def test_a_reply_that_was_cut_is_not_in_the_batch(task):
+    group = played(task, 1.0, 0.0)
+    group.episodes[0].turns[1]["stop_reason"] = "length"
+    batch = grpo.make_batch([group], configure(CFG, credit="complete"), TrainingRun())
+    assert [len(s.advantage) for s in batch] == [2, 3]
 
 
 def test_groups_are_filled_up_to_the_bound(monkeypatch, task):
@@ -343,7 +398,7 @@ def test_groups_are_filled_up_to_the_bound(monkeypatch, task):
 
     def play(*more):
         plan = Plan([task] * 2, 4, 7, more)
-        return asyncio.run(grpo.play_groups(None, plan, CFG, Job()))
+        return asyncio.run(grpo.play_groups(None, plan, CFG, TrainingRun()))
 
     monkeypatch.setattr(grpo, "run_episode", run_episode)
     assert [g.number for g in play()] == [0, 1]
@@ -366,6 +421,14 @@ def test_tasks_share_the_groups_by_weight():
     few = "".join(chosen(2, step, a=3, b=1) for step in range(200))
     assert 0.17 < few.count("b") / 400 < 0.33
     assert set(chosen(8, 1, a=1, b=0, c=1)) == {"a", "c"}
+
+
+def test_a_plan_has_a_seed_and_replacements_of_its_own():
+    cfg = configure(CFG, groups=2, max_groups=5, group_size=4, seed=3)
+    plan = plan_step(["a", "b"], [1, 1], cfg, 7)
+    assert (plan.seed, plan.size, plan.order, plan.test) == (3 * 10_007 + 7, 4, 7, False)
+    assert sorted(plan.tasks) == ["a", "b"]
+    assert len(plan.replacements) == 3
 
 
 def sequence(tokens, prompt=0):
@@ -413,3 +476,22 @@ def test_expected_best_is_the_mean_over_all_draws():
     draws = [max(draw) for draw in itertools.combinations(values, 3)]
     assert expected_best(3, values) == pytest.approx(sum(draws) / len(draws))
     assert expected_best(6, values) is None
+
+
+def test_values_and_their_summary_by_hand(task):
+    assert [value_of(x) for x in (None, -3.0, -0.5, 2.0)] == [-1.0, -1.0, -0.5, 2.0]
+    assert unit(replace(task, baseline=0.0, reference=None)) == 1.0
+    assert unit(replace(task, baseline=-4.0, reference=None, higher_is_better=False)) == -4.0
+    some = summary([0.5, None, 1.5, -3.0], task)  # a unit is 0.2, the baseline 0.6
+    assert (some["value_mean"], some["valid_share"]) == (0.0, 0.75)
+    assert some["score_mean"] == pytest.approx((0.7 + 0.9 + 0.0) / 3)
+    assert some["score_best_of_8"] is None
+    assert summary_text(some, "accuracy").endswith("75% valid, accuracy 0.5333 ± 0.2728")
+    best = summary([0.5] * 8, task)
+    assert best["score_best_of_8"] == pytest.approx(0.7)
+    text = "value +0.5000 ± 0.0000, 100% valid, score 0.7000 ± 0.0000, best of 8: 0.7000"
+    assert summary_text(best) == text
+    none = summary([], task)
+    assert (none["value_mean"], none["score_mean"], none["valid_share"]) == (None, None, 0)
+    assert summary([None] * 8, task)["score_best_of_8"] is None
+    assert summary_text({"value_mean": 0.5, "valid_share": None}) == "value +0.5000"

@@ -101,7 +101,13 @@ def test_requests_that_arrive_together_begin_together(policy, monkeypatch):
         return await policy.sample(policy.render(CHAT), 1)
 
     async def go():
-        await asyncio.gather(*map(after, range(6)))
+        now = 0.0  # the clock of the loop, which stands still until all requests are there
+        asyncio.get_running_loop().time = lambda: now
+        requests = asyncio.gather(*map(after, range(6)))
+        while len(policy._futures) < 6 and not batches:
+            await asyncio.sleep(0)
+        now = 1.0
+        await requests
 
     monkeypatch.setattr(policy, "step_engine", counted)
     asyncio.run(go())
@@ -663,21 +669,75 @@ def test_a_model_without_one_of_its_tensors_is_refused(tmp_path):
     assert "model-00001-of" in refused(folder)
 
 
+FOREIGN = {
+    "base_model_name_or_path": (None, 5, "", "/nowhere/else", "no-such/model"),
+    "r": (None, "8", 0, 8.0, True),
+    "lora_alpha": (None, "16", math.nan, [16]),
+    "target_modules": (None, [], [1], {"q_proj": 1}, ["q_proj", "lm_head"], ["embed_tokens"]),
+    "peft_type": (None, "LOHA", "lora"),
+    "init_lora_weights": ("pissa", "pissa_niter_4", "olora", "loftq"),
+    "alora_invocation_tokens": ([44, 90],),
+    "layers_to_transform": ([0], 0.5),
+    "exclude_modules": (["o_proj"], "o_proj"),
+    "modules_to_save": (["lm_head"],),
+    "trainable_token_indices": ([1], {"embed_tokens": [1]}),
+    "layer_replication": ([[0, 4], [2, 4]],),
+    "alpha_pattern": ({"q_proj": 4},),
+    "bias": ("all", "lora_only"),
+    "use_rslora": (True,),
+    "lora_bias": (True,),
+    "a_field_of_tomorrow": (1, "on", {"x": None}),
+}
+
+
 def test_an_adapter_that_cannot_be_used_is_one_sentence(policy, tmp_path):
     file = tmp_path / "adapter_config.json"
     policy.save(tmp_path)
     kept = file.read_text()
-    changes = {
-        "KeyError: 'base_model_name_or_path'": {"base_model_name_or_path": None},
-        "KeyError: 'r'": {"r": None},
-        "uses use_rslora, which is not supported": {"use_rslora": True},
-    }
-    for message, fields in changes.items():
-        change_json(file, **fields)
-        assert message in refused(tmp_path)
+    changes = [{name: value} for name, values in FOREIGN.items() for value in values]
+    for fields in changes:
+        file.write_text(json.dumps(json.loads(kept) | fields))
+        [(name, value)] = fields.items()
+        said = refused(tmp_path)
+        assert str(tmp_path) in said and (name in said or str(value[-1]) in said), said
+        assert "cannot run the model" not in said or "base_model_name" in said
+    for name in ("base_model_name_or_path", "r", "peft_type"):
         file.write_text(kept)
+        change_json(file, **{name: None})
+        assert f"{name} of its config must be" in refused(tmp_path)
     file.write_text("{no json")
     assert "adapter_config.json is damaged" in refused(tmp_path)
+    file.write_text(kept)
     (tmp_path / "adapter_model.safetensors").unlink()
-    with user_error("Cannot load the adapter in"):
-        policy.load_adapter(tmp_path)
+    assert "Cannot load the adapter in" in refused(tmp_path)
+
+
+def test_an_adapter_of_peft_with_all_of_its_fields_is_plain(random_model, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    for more in ({}, {"lora_dropout": 0.1, "init_lora_weights": "gaussian", "revision": "main"}):
+        config = LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **more)
+        config.target_modules = {"q_proj", "v_proj"}
+        base = AutoModelForCausalLM.from_pretrained(random_model)
+        get_peft_model(base, config).save_pretrained(tmp_path)
+        lora = resolve_model(str(tmp_path)).lora
+        assert lora["r"] == 4 and sorted(lora["target_modules"]) == ["q_proj", "v_proj"]
+
+
+def test_tensors_of_an_adapter_are_finite_and_of_layers_that_are_adapted(policy, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    policy.save(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    weights = load_file(file)
+    name = sorted(weights)[3]
+    for value in (math.nan, math.inf, -math.inf):
+        wrong = weights[name].clone()
+        wrong[-1, -1] = value
+        save_file(weights | {name: wrong}, file)
+        assert refused(tmp_path) == f"{file} holds NaN or infinity: the tensor {name}."
+        with user_error(f"{file} holds NaN or infinity"):
+            policy.load_adapter(tmp_path)
+    head = "base_model.model.lm_head.lora_A.weight"
+    save_file(weights | {head: torch.zeros(1)}, file)
+    assert "adapts lm_head" in refused(tmp_path)  # also for a target_modules that is a pattern

@@ -17,10 +17,10 @@ from flatlab.options import EpisodeOptions
 from flatlab.runs.fingerprint import fingerprint
 from flatlab.sandbox.client import Sandbox
 from flatlab.task import machine
-from flatlab.tree import prompts
+from flatlab.tree import requests
 from flatlab.tree.nodes import Node
 from flatlab.view.reader import observed
-from flatlab.world import texts
+from flatlab.world import prompts
 from flatlab.world.episode import History
 from helpers import (
     AGENT_TEXTS,
@@ -39,7 +39,7 @@ TITANIC = load_task("titanic", "", "")
 FULL = {"prompts": AGENT_TEXTS, "max_turns": 3}
 OPTIONS = EpisodeOptions(5, 128, 128, 20.0, AGENT_TEXTS)
 NOBODY = block("sed 's/,.*/,0/; 1s/.*/id,survived/' data/test.csv > submission.csv")
-# texts that the stand-in was trained on
+# texts that the stand-in was trained on, but for the last line about battleOfSexes
 RECORDED = json.loads((PROJECT / "tests/recorded_texts.json").read_text())
 
 
@@ -47,7 +47,7 @@ RECORDED = json.loads((PROJECT / "tests/recorded_texts.json").read_text())
 
 
 def first_of(world, options):
-    return texts.first_messages(world, options, texts.episode_facts(world, options))
+    return prompts.first_messages(world, options, prompts.episode_facts(world, options))
 
 
 @pytest.mark.parametrize("name", ["titanic", "battleOfSexes", "diabetes", "digits"])
@@ -57,8 +57,8 @@ def test_the_first_messages_of_the_stand_in_are_the_recorded_ones(name):
         world.restart()
         messages = first_of(world, replace(OPTIONS, prompts=TINY_TEXTS))
     assert messages == ("", RECORDED[f"{name} short"])
-    tiny = texts.load_prompts(TINY_TEXTS)
-    assert prompts.about(tiny, task, {}) == RECORDED[f"{name} about short"]
+    tiny = prompts.load_prompts(TINY_TEXTS)
+    assert requests.about(tiny, task, {}) == RECORDED[f"{name} about short"]
 
 
 CODE = {"solve.py": "import csv\nprint(1)\n", "b.sh": "x" * 900}
@@ -75,9 +75,9 @@ NODES = [
 
 @pytest.mark.parametrize("file", [TINY_TEXTS, AGENT_TEXTS])
 def test_the_requests_of_a_search_are_the_recorded_ones(file):
-    asked = texts.load_prompts(file)
+    asked = prompts.load_prompts(file)
     good, bad, plain, repair, running = NODES
-    summary = prompts.summary_of_tree(asked, [good, bad, plain, repair])
+    summary = requests.summary_of_tree(asked, [good, bad, plain, repair])
     said = {"more": asked.fill("more", k=2), "summary": summary}
     for mode in ("uniform", "tail", "local", "sequence"):
         for what, *about in (
@@ -85,7 +85,7 @@ def test_the_requests_of_a_search_are_the_recorded_ones(file):
             ("child", good, [], summary),
             ("failed parent", bad, [repair]),
         ):
-            request = prompts.ask(asked, "The task.", *about, mode=mode, k=5, tau=0.1)
+            request = requests.ask(asked, "The task.", *about, mode=mode, k=5, tau=0.1)
             said[f"ask {mode}, {what}"] = request
     for op, parents, *notes in (
         ("draft", [], "A note.\nAnother."),
@@ -94,7 +94,7 @@ def test_the_requests_of_a_search_are_the_recorded_ones(file):
         ("crossover", [plain, bad], "A note."),
     ):
         node = Node("0.3", op=op, idea="ridge")
-        said[f"situation, {op}"] = prompts.situation(asked, node, parents, 600, *notes)
+        said[f"situation, {op}"] = requests.situation(asked, node, parents, 600, *notes)
     assert said == RECORDED["search"]
 
 
@@ -206,14 +206,14 @@ WRONG = {
 @pytest.mark.parametrize("sentence", WRONG)
 def test_a_file_that_is_wrong_is_one_sentence(tmp_path, sentence):
     with user_error(sentence):
-        texts.load_prompts(a_file(tmp_path, **WRONG[sentence])).fill("note", task=TITANIC)
+        prompts.load_prompts(a_file(tmp_path, **WRONG[sentence])).fill("note", task=TITANIC)
 
 
 def test_the_content_of_the_file_belongs_to_what_made_a_run(tmp_path):
     made = []
     for changes in ({}, {}, {"system": "Be brief."}):
-        prompts = texts.Prompts(Path(a_file(tmp_path, **changes)))
-        made.append(fingerprint([prompts.digest, "a task"])["prompts"])
+        changed = prompts.Prompts(Path(a_file(tmp_path, **changes)))
+        made.append(fingerprint([changed.digest, "a task"])["prompts"])
     assert made[0] == made[1] != made[2]
 
 
@@ -232,7 +232,7 @@ def test_a_note_tells_what_is_left_and_the_best_score():
     assert last == ""  # nobody reads it
     assert policy.prompts[1].endswith(f"1000\n{first}")
     lower = replace(TITANIC, higher_is_better=False, baseline=1.0, reference=0.1)
-    note = texts.note(OPTIONS, lower, [{"score": 0.25}, {"score": None}, {"score": 0.5}], 5, 1790)
+    note = prompts.note(OPTIONS, lower, [{"score": 0.25}, {"score": None}, {"score": 0.5}], 5, 1790)
     assert "so far: 0.2500" in note
 
 
@@ -245,11 +245,11 @@ def test_a_short_context_leaves_out_packages_then_first_lines_then_files(tmp_pat
     seen = []
     with Env(task, LOCAL) as world:
         world.restart()
-        facts = texts.episode_facts(world, OPTIONS)
+        facts = prompts.episode_facts(world, OPTIONS)
         policy = Scripted()
         with user_error("more than half of --context .*: choose a larger"):
             for policy.context in range(8000, 100, -50):
-                system, message = texts.first_messages(world, OPTIONS, facts, policy)
+                system, message = prompts.first_messages(world, OPTIONS, facts, policy)
                 assert len(policy.encode(system) + policy.encode(message)) <= policy.context / 2
                 assert task.prompt.strip() in message
                 seen.append(("numpy" in message, message.count("\n  "), message.count(" bytes)")))
@@ -266,9 +266,9 @@ def test_longer_lines_of_a_table_and_lines_of_a_changed_one_are_not_shown(tmp_pa
     table = tmp_path / "wide.csv"
     table.write_text("id,x\n" + ",".join("0" * 200) + "\n1,2\n")
     task = replace(TITANIC, public={"wide.csv": table})
-    lines = texts.first_lines(task, "wide.csv", table.stat().st_size)
+    lines = prompts.table_head(task, "wide.csv", table.stat().st_size)
     assert lines == ["id,x", "[a line of 200 characters or more]"]
-    assert not texts.first_lines(task, "wide.csv", 12)
+    assert not prompts.table_head(task, "wide.csv", 12)
 
 
 # ------------------------------------------------------------------ thoughts

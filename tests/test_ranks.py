@@ -357,7 +357,7 @@ def main(model: str, steps: str, scripts: str, ahead: str = "0") -> None:
     from flatlab.options import ModelOptions
     from flatlab.runs.store import open_run
     from flatlab.train import metrics
-    from flatlab.train.job import Job
+    from flatlab.train.job import TrainingRun
     from helpers import MADE_BY, configure
     from policy import ModelPath
     from training import CFG, TASK, one_reply, waiting_reply, weights_of
@@ -378,7 +378,7 @@ def main(model: str, steps: str, scripts: str, ahead: str = "0") -> None:
         for p, start in zip(policy.parameters(), begin):
             p.data.copy_(start)
         cfg = configure(CFG, name=name, steps=int(steps), ahead=int(ahead), **common)
-        job = Job(ranks, [TASK])
+        job = TrainingRun(ranks, [TASK])
         if ranks.rank == 0:
             config = {"task": ["titanic"], "steps": cfg.steps}
             job.run = open_run(f"logs/{name}", config, MADE_BY)

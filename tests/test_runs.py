@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
@@ -18,13 +19,13 @@ import pytest
 import evaluate
 import grpo
 import helpers
-import learn
 import search
 import sft
+from examples import learn
 from flatlab import files, options
 from flatlab.errors import SandboxFault, UserError
 from flatlab.options import BOUNDS, EpisodeOptions
-from flatlab.runs import cli, store
+from flatlab.runs import cli, store, trackers
 from flatlab.runs.fingerprint import fingerprint, model_parts
 from flatlab.sandbox.client import Sandbox
 from flatlab.task.sanity import degenerate
@@ -147,7 +148,12 @@ def test_code_is_the_script_what_it_imports_and_the_package_without_views(tmp_pa
     assert len(before) == 17
     (tmp_path / "flatlab/view/plots.py").write_text("X = 1\n")
     assert digest_after("flatlab/view/page.py", "\n") == before
-    names = ("mine.py", "my_rewards.py", "flatlab/world/texts.py", "flatlab/sandbox/guest/main.py")
+    names = (
+        "mine.py",
+        "my_rewards.py",
+        "flatlab/world/prompts.py",
+        "flatlab/sandbox/guest/main.py",
+    )
     digests = [digest_after(name, "\n# a comment\n") for name in names]
     assert len({before, *digests}) == 5
 
@@ -315,7 +321,7 @@ def in_a_task(error):
         (OSError(errno.ENOSPC, "No space"), 2, "failed: [Errno 28] No space. Everything"),
         (OSError(errno.ENAMETOOLONG, "Too long", "a" * 99), 2, f"failed: Too long: {'a' * 80}..."),
         (KeyboardInterrupt(), 130, "interrupted"),
-        (ZeroDivisionError("a bug"), None, "failed: ZeroDivisionError('a bug')"),
+        (in_a_task(ZeroDivisionError("a bug")), 1, "failed: ZeroDivisionError('a bug')"),
     ],
 )
 def test_what_ended_a_run_is_one_sentence_here_and_in_its_result(
@@ -328,11 +334,14 @@ def test_what_ended_a_run_is_one_sentence_here_and_in_its_result(
         with store.recorded_end(runs, tmp_path):
             raise error
 
-    with pytest.raises((SystemExit, ZeroDivisionError)) as end:
+    with pytest.raises(SystemExit) as end:
         cli.one_sentence(main)
-    assert getattr(end.value, "code", None) == code
-    if code:
-        assert status.removeprefix("failed: ") in capsys.readouterr().err
+    assert end.value.code == code
+    printed = capsys.readouterr().err
+    if "a bug" in status:
+        assert printed.endswith("ZeroDivisionError: a bug\n") and "Group" not in printed
+    elif code != 130:
+        assert status.removeprefix("failed: ") in printed
     assert runs[0].results()["status"].startswith(status)
     assert runs[1].results()["status"] == "finished"
 
@@ -559,3 +568,10 @@ def test_a_closed_pipe_is_no_traceback_also_during_a_search():
     )
     done = python("-c", code)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_wrong_key_of_wandb_is_one_sentence(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_API_KEY", "wrong-key")
+    with user_error("^--trackers wandb: "):
+        trackers.open_wandb(SimpleNamespace(dir=tmp_path, config={}))

@@ -19,11 +19,12 @@ from flatlab.files import read_mapping, read_rows
 from flatlab.model.chat import ChatTokens
 from flatlab.options import EpisodeOptions
 from flatlab.runs import store
+from flatlab.suites.attempts import read_suite
+from flatlab.suites.report import report
 from flatlab.train.batch import Group
-from flatlab.train.job import Job
+from flatlab.train.job import TrainingRun
 from flatlab.view.reader import read_run
-from flatlab.view.suite import read_suite, report
-from flatlab.world import texts
+from flatlab.world import prompts
 from flatlab.world.episode import Episode, History, Segment
 from helpers import (
     MADE_BY,
@@ -327,7 +328,7 @@ def test_seeds_of_one_command_have_one_model(here, played):
 def test_a_task_whose_first_message_is_too_long_is_left_out_of_a_suite(here, played, monkeypatch):
     Path("suite.yaml").write_text("settings: {task: [titanic, digits], attempts: 2}\n")
     long = "too long " * 1000
-    real = texts.first_messages
+    real = prompts.first_messages
 
     def first_messages(world, options, facts, policy):
         if world.task.name == "titanic":
@@ -335,7 +336,7 @@ def test_a_task_whose_first_message_is_too_long_is_left_out_of_a_suite(here, pla
             facts |= {"task": world.task}
         return real(world, options, facts, policy)
 
-    monkeypatch.setattr(texts, "first_messages", first_messages)
+    monkeypatch.setattr(prompts, "first_messages", first_messages)
     code, out, _ = here("--suite suite.yaml --name a")
     assert code == 0
     assert "left out titanic: The first message of task titanic has" in out
@@ -378,6 +379,37 @@ def test_a_suite_of_two_models_goes_on_and_stands_beside_published_ones(
     monkeypatch.delenv("MLGYM_ROOT")
     with user_error("logs/a/tiny is no evaluation of the suite builtin"):
         report(read_suite("builtin"), [read_run("logs/a/tiny")])
+
+
+def test_what_an_endpoint_refuses_is_told_and_a_password_is_not(here):
+    """The first request is too long, a later one is, and replies are thoughts that were cut."""
+    long = 400, {"error": {"message": "maximum context length is 512 tokens"}}, {}
+    thought = completion(None)
+    thought["choices"][0]["finish_reason"] = "length"
+    first = [long, (200, completion("hm"), {}), (200, thought, {})]
+
+    def answer(body, _):
+        is_later = len(body["messages"]) > 2 and name == "b"
+        return long if is_later else dict(zip("abc", first))[name]
+
+    said = []
+    with chat_server(answer) as url:
+        url = url.replace("://", "://user:hushhush@")
+        flags = f"--task titanic --episodes 1 --max-turns 2 --model m --url {url} --name"
+        for name in "abc":
+            for _ in range(2):  # the same command resumes, or says that all is done
+                code, _, err = here(f"{flags} {name}")
+                assert code == (2 if name == "a" else 0), err
+            files = [file for file in Path("logs", name).rglob("*") if file.is_file()]
+            assert not [file for file in files if b"hushhush" in file.read_bytes()]
+            said.append(err)
+    assert "lower --context or --max-reply-tokens. It said: 400" in said[0]
+    assert "maximum context length is 512" in result_of("a")["status"]
+    [row] = read_rows("logs/b/episodes/000000.jsonl")
+    assert row["status"] == "context_limit"
+    assert "maximum context length is 512" in row["fault"]
+    [row] = read_rows("logs/c/episodes/000000.jsonl")
+    assert "--max-reply-tokens" in row["turns"][0]["observation"]
 
 
 def test_an_endpoint_is_evaluated(here):
@@ -437,7 +469,7 @@ def test_ppo_whitens_its_advantages_and_sets_targets():
     values = torch.tensor([0.1, 0.2, 0.3])
     hidden_states = lambda pairs: (values.repeat(len(pairs)), None)  # noqa: E731
     critic = SimpleNamespace(packs=True, hidden_states=hidden_states, values=lambda hidden: hidden)
-    batch = ppo.make_batch(critic, [group], configure(CFG, micro_tokens=100), Job())
+    batch = ppo.make_batch(critic, [group], configure(CFG, micro_tokens=100), TrainingRun())
     one = 0.1 / (0.02 / 3) ** 0.5  # returns minus values: 0.9 0.8 0.7, mean 0.8
     for sequence in batch:
         assert sequence.target == pytest.approx([1, 1, 1])

@@ -78,7 +78,7 @@ def fake_play(score_of, delay, stderr):
             episode.status = "turn_limit"
         scored = "accuracy", "validation", value is not None
         episode.score = Score(value, *scored, "no submission", stderr=stderr)
-        return episode, b"\0" * 10240 + node.id.encode()
+        return episode, b"\0" * 10240 + f"{{{node.id}}}".encode()
 
     return play
 
@@ -103,7 +103,7 @@ class FakeEnv(contextlib.nullcontext):
         super().__init__(self)
 
     def restore(self, files, *_):
-        self.name = files.decode().strip("\0")
+        self.name = files.decode().strip("\0{}")
 
     def score(self, split):
         value = self.hidden.get((split, self.name), 0.75)
@@ -454,6 +454,7 @@ def test_too_few_ideas_one_more_call_then_fewer_and_never_invented_ones():
     assert "List 4 more" in model.prompts[1]
     has(one, sampling_modes_used={"tail": 1, "none": 2}, without_strategy=2)
     assert "2 of 3 nodes got no strategy" in table(one)
+    assert {console.node_line(one, node).split()[1] for node in one.finished} == {"tail"}
     options = {"select": "greedy", "nodes": 3, "score_of": equal}
     damaged = '[{"text": "a "b" c"}, {"text": "d", "probability": 0.01}]'
     t = run(name="damaged", model=FakePolicy(damaged), **options)
@@ -698,7 +699,8 @@ ROUNDS = "--sampling-mode none --nodes 12 --parents 2 --children 2"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name, flags, moment, rows", [("search.py", GRID, 3, [4, 4]), ("learn.py", ROUNDS, 6, [12])]
+    "name, flags, moment, rows",
+    [("search.py", GRID, 3, [4, 4]), ("examples/learn.py", ROUNDS, 6, [12])],
 )
 def test_the_stand_in_grows_a_tree_survives_kill_9_and_goes_on(name, flags, moment, rows):
     """Real engine, sandboxes, graders: killed in the middle, resumed, called when finished."""

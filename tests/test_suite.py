@@ -1,4 +1,4 @@
-"""flatlab/view/suite.py: the area under the performance profile, intervals, and what is refused.
+"""flatlab/suites: the area under the performance profile, intervals, and what is refused.
 
 The published results are a small folder made here, or those of a checkout: MLGYM_ROOT.
 """
@@ -14,7 +14,8 @@ import pytest
 
 import evaluate
 import viz
-from flatlab.view import suite
+from flatlab.suites import report, statistics
+from flatlab.suites.attempts import read_suite
 from helpers import run_here
 from test_task import write
 from test_viz import evaluated
@@ -64,7 +65,7 @@ def test_the_area_by_hand(tmp_path, monkeypatch):
     """
     monkeypatch.setenv("MLGYM_ROOT", str(make_root(tmp_path)))
     monkeypatch.chdir(tmp_path)
-    text = suite.report(suite.read_suite(f"{tmp_path}/suite.yaml"), [])
+    text = report.report(read_suite(f"{tmp_path}/suite.yaml"), [])
     rows = [line.split() for line in text.split("\n\n")[0].splitlines()[2:]]
     h = 0.5 / 499
     x, y, baseline = (402 + 499) * h / 2, (499 + 177) * h / 2, 198 * h
@@ -82,7 +83,7 @@ def test_the_largest_area_is_first_also_beside_our_value(tmp_path, monkeypatch):
     result = {"larger_is_better": {"titanic": True}, "left_out": {}, "degenerate": "titanic: why"}
     run = evaluated(tmp_path / "ours", (0.1,), **result)
     run.config.update(suite="suite.yaml", max_turns=2, temperature=1.0)
-    text = suite.report(suite.read_suite(f"{tmp_path}/suite.yaml"), [run])
+    text = report.report(read_suite(f"{tmp_path}/suite.yaml"), [run])
     assert "\na score says little: titanic: why\n" in text
     names = [line.split()[0] for line in text.split("\n\n")[1].splitlines()[2:]]
     assert names == ["y", "x", "baseline", str(run.dir)]
@@ -96,7 +97,7 @@ def test_all_published_areas_of_a_checkout(tmp_path, monkeypatch):
     published = {
         name: (float(best), float(last)) for name, best, last in csv.reader(table.splitlines()[1:])
     }
-    text = suite.report(suite.read_suite("mlgym"), [])
+    text = report.report(read_suite("mlgym"), [])
     rows = [line.split() for line in text.split("\n\n")[0].splitlines()[2:]]
     assert {name: (float(best), float(last)) for name, best, last in rows} == published
     assert len(published) == 13
@@ -104,18 +105,20 @@ def test_all_published_areas_of_a_checkout(tmp_path, monkeypatch):
 
 def test_intervals_resample_within_a_task():
     tasks = [np.zeros(3), np.ones(5)]
-    assert suite.interval(suite.mean_value, *tasks) == "0.500 [0.500, 0.500]"
-    assert suite.interval(suite.mean_value, *tasks, np.ones(1)) == "0.667"
-    better = suite.probability_of_improvement
+    assert statistics.interval(statistics.mean_value, *tasks) == "0.500 [0.500, 0.500]"
+    assert statistics.interval(statistics.mean_value, *tasks, np.ones(1)) == "0.667"
+    better = statistics.probability_of_improvement
     # of four pairs three are larger and one is equal; of the other task all are smaller
     assert better(np.array([1, 2]), np.zeros(1), np.array([1, 0]), np.ones(1)) == 0.875 / 2
-    low, high = suite.interval(better, np.arange(8), np.arange(8)).split("[")[1][:-1].split(", ")
+    low, high = (
+        statistics.interval(better, np.arange(8), np.arange(8)).split("[")[1][:-1].split(", ")
+    )
     assert 0.1 < float(low) < 0.35 and 0.65 < float(high) < 0.9  # +- 2 sqrt(2 * 8 / (12 * 64))
 
 
 ERRORS = [
     ("viz --suite nope", "Cannot read .*configs/suites/nope.yaml: No such file"),
-    ("viz --suite builtin", "Name evaluations that have a task in common"),
+    ("viz --suite builtin", "None of these evaluations played a task"),
     ("viz --suite mledojo", "The suite mledojo needs .MLEDOJO_ROOT"),
     ("evaluate --suite nope", "Cannot read .*configs/suites/nope.yaml: No such file"),
     ("evaluate --suite typo.yaml", "Unknown task 'titanicc'; did you mean titanic"),

@@ -17,8 +17,9 @@ import pytest
 
 import search
 from examples import rules as examples
+from flatlab.errors import UserError
 from flatlab.task.value import improvement
-from flatlab.tree import prompts, rules
+from flatlab.tree import requests, rules
 from flatlab.tree.nodes import Choice, Node, Tree, code_in
 from helpers import search_config
 from tasks import load_task
@@ -126,11 +127,16 @@ def test_first_the_breadth_of_the_root(select):
 
 def test_trend_by_hand():
     t = make("open_ended")
-    put(t, "0", 0.5)
+    put(t, "0", 0.25)
     put(t, "0.0", 1.0)
-    put(t, "0.0.0", 0.75)
-    # Q: 0, 0.5, 1, 0.75; steps 0.5, 0.5, -0.25 with weights 1, 2, 3
-    assert rules.trends(t)["0.0.0.0"] == pytest.approx((0.5 + 1.0 - 0.75) / 6)
+    put(t, "0.0.0", 0.5)
+    # Q: 0, 0.25, 1, 0.5; steps 0.25, 0.75, -0.5 with weights 1, 2, 3
+    assert rules.trends(t) == pytest.approx(
+        {"0": 0, "0.0": 0.25, "0.0.0": (0.25 + 1.5) / 3, "0.0.0.0": (0.25 + 1.5 - 1.5) / 6}
+    )
+    put(t, "0", -1.0)  # Q: 0.5, 0.625, 1, 0.75, and 0 for a fall, which adds no bonus
+    values = {id: bonus for id, (_, bonus) in rules.values_and_bonuses(t, 1, 0.0, 1.0).items()}
+    assert values == pytest.approx({"0.0": 1 / 8, "0.0.0": 7 / 24, "0.0.0.0": 1 / 48, "0.1": 0})
 
 
 def test_open_ended_commits_to_a_rising_path_for_exactly_k_nodes():
@@ -154,6 +160,29 @@ def test_open_ended_drops_the_commitment_when_a_child_is_worse_or_fails(score):
     assert choose(t).notes == {}  # while it runs there is no second commitment
     end(t, node, score)
     assert "committed" not in choose(t).reason
+
+
+def test_open_ended_stays_on_a_path_that_is_as_good():
+    t = make("open_ended", rule_args=("drafts=1", "commitment=3", "c=0"))
+    put(t, "0", 0.5)
+    end(t, step(t), 0.5)
+    assert "committed to this path for 3" in choose(t).reason
+
+
+@pytest.mark.parametrize(
+    "ids, expected",
+    [
+        (("0", "0"), True),
+        (("0", "0.1"), False),
+        (("0.1", "0"), False),
+        (("0.1", "0.1.0"), True),
+        (("0.1.0", "0.1"), True),
+        (("0.1", "0.10"), False),
+        (("0.1", "0.2"), False),
+    ],
+)
+def test_a_line_holds_ancestors_and_descendants_but_the_root_is_alone(ids, expected):
+    assert rules.same_line(*ids) == expected
 
 
 def test_softmax_by_hand():
@@ -195,6 +224,23 @@ def test_mcts_counts_failures_as_the_worst():
     assert choose(t).scores["0.0"] == pytest.approx(1 / 4 + bonus)  # one of four visits still runs
 
 
+def test_mcts_gives_a_node_one_more_child_where_its_children_are_closed():
+    t = make("mcts", rule_args=("branching=1",))
+    for parent in ("0", "0.0", "0.0.0", "0.0.0.0"):
+        assert choose(t).parent == parent
+        put(t, parent, None)
+    assert choose(t).parent == "0.0.0.0"  # its child ends in too many failures
+    t = make("mcts", rule_args=("branching=1",))
+    put(t, "0", 0.5, kept=False)
+    assert choose(t).parent == "0"
+
+
+def test_one_executed_node_has_no_bonus():
+    t = make("ucb")
+    put(t, "0", 0.5)
+    assert rules.values_and_bonuses(t, 1, 1.0) == {"0.0": (1.0, 0.0)}
+
+
 def test_puct_by_hand():
     t = make("puct")
     for score in (0.8, 0.4, None, 0.2):
@@ -233,8 +279,27 @@ def test_evolution_prefers_the_fit_and_crosses():
         put(t, "0", score)
     choice = choose(t)
     assert choice.scores == pytest.approx({"0.1": math.e, "0.2": math.exp(0.5)})
-    assert {choice.parent, choice.second_parent} == {"0.1", "0.2"}
+    for seed in range(20):
+        choice = choose(t, seed)
+        assert {choice.parent, choice.second_parent} == {"0.1", "0.2"}
     assert search.start(t, choice).op == "crossover"
+
+
+def test_defaults_of_the_rules():
+    """Results of runs depend on them: a change is a decision."""
+    defaults = {name: rule.constants(search_config()) for name, rule in rules.RULES.items()}
+    assert defaults == {
+        "random": {"drafts": 3},
+        "open_ended": {"drafts": 3, "c": 1.41, "trend_weight": 0.5, "commitment": 2},
+        "mcts": {"c": 0.25, "branching": 3},
+        "evolution": {"drafts": 5, "crossover_prob": 0.5, "population": 10},
+        "puct": {"c": 1.0, "siblings": 2},
+        "linear": {},
+    }
+    assert rules.FINALISTS == 10
+    for name, known in {"mcts": "c, branching", "linear": "none"}.items():
+        with pytest.raises(UserError, match=f"no 'x'; it has {known}\\."):
+            rules.RULES[name].constants(search_config(select=name, rule_args=("x=1",)))
 
 
 def test_linear_is_a_chain():
@@ -251,6 +316,16 @@ def test_finalists_are_few_and_kept():
     nodes[0].stderr = 1.0
     del nodes[2]
     assert rules.finalists(t) == nodes[: rules.FINALISTS]
+    nodes[0].stderr = 0.25  # one standard error below the best is near enough
+    near, far = put(t, "0", 0.25), put(t, "0", 0.125)
+    t.finished[:] = [nodes[0], near, far]
+    assert rules.finalists(t) == [nodes[0], near]
+    # without a standard error only equal ones: fewer tokens first, then the earlier
+    put(t, "0", 0.5)
+    equal = [put(t, "0", 0.75) for _ in range(3)]
+    for node, tokens in zip(equal, (3, 2, 2)):
+        node.tokens = tokens
+    assert rules.finalists(t) == [equal[1], equal[2], equal[0]]
 
 
 # ------------------------------------------------------------------ failures
@@ -261,7 +336,9 @@ def test_failed_leaves_are_debugged_up_to_a_depth_and_faults_are_not(monkeypatch
     t = make("greedy", rule_args=("drafts=1",))
     put(t, "0", None)
     for id in ("0.0", "0.0.0", "0.0.0.0"):
-        assert search.decide(t).parent == id
+        choice = search.decide(t)
+        assert choice.parent == id
+        assert choice.reason == "one of 1 failed leaves, drawn for debugging"
         assert put(t, id, None).op == "debug"
     assert search.decide(t).parent == "0"  # four failures in a row: given up
     t = make("greedy", rule_args=("drafts=1",))
@@ -390,20 +467,32 @@ REPLIES = {
         ("knn", None),
     ],
     '- {"text": "an "odd" one"}\n- {"text": "ok"}': [("ok", None)],
+    "<responses><response><text>ridge</text><probability>0.05</probability></response>\n"
+    '<Response id="2">\n<text>svm,\n&lt; rbf</text>\n<probability>5%</probability></Response>': [
+        ("ridge", 0.05),
+        ("svm, < rbf", 0.05),
+    ],
+    '<response probability="0.1">ridge</response><strategy>svm</strategy><p>0.2</p>': [
+        ("ridge", 0.1),
+        ("svm", 0.2),
+    ],
 }
 UNREAD = {
     '[{"text": "a {x}"}, {"text": "a "b" c"}, {"probability": 1, "strategy": "cut': 2,
     '<think>{"text": "cut</think>{"strategy": {"text": "a"}} {"text": "b", "probability": 5%}': 1,
     "{'text': 'a'} {\"text\": null} {C: 1}": 2,
     '{"text": "a", "probability": 0.1}': 0,
+    "<response><text>a</text></response><response><text>cut": 1,
+    "<text>a</text><probability>0.1</probability><text>b</text><probability>0.1</probability>": 2,
+    "The probability is small.": 0,
 }
 
 
 def test_replies():
     for reply, strategies in REPLIES.items():
-        assert prompts.parse(reply)[0] == strategies, reply
+        assert requests.parse(reply)[0] == strategies, reply
     for reply, count in UNREAD.items():
-        assert prompts.parse(reply)[1] == count, reply
+        assert requests.parse(reply)[1] == count, reply
 
 
 PROBABILITIES = (
@@ -427,7 +516,7 @@ PROBABILITIES = (
 def test_probabilities():
     for text, value in PROBABILITIES:
         expected = None if value is None else pytest.approx(value)
-        assert prompts.probability(text) == expected, text
+        assert requests.probability(text) == expected, text
 
 
 def test_ten_thousand_hostile_replies():
@@ -440,12 +529,12 @@ def test_ten_thousand_hostile_replies():
     for _ in range(10_000):
         letters = map(chr, rng.choices(range(1, 0x500), k=40))
         reply = "".join(rng.choices([*parts, *letters], k=rng.randrange(100)))
-        for idea, p in prompts.parse(reply)[0]:
+        for idea, p in requests.parse(reply)[0]:
             assert "\\" in reply or all(word in reply for word in re.findall(r"\w+", idea))
             assert len(idea) <= 300
             assert p is None or 0 <= p <= 1
     long = [part * 10**6 for part in ("<", "{", "9", "\n", "1. ", "p=", "Strategy: x\n")]
     deep = ('{"text": ', "Strategy: a" + " (" * 10**5, '{"a":' + "[" * 5000 + "}")
     for reply in (*long, *(part * 100 for part in deep)):
-        prompts.parse(reply)
+        requests.parse(reply)
     assert time.monotonic() - start < 20

@@ -511,28 +511,6 @@ def test_each_picture_has_one_size_for_a_paper_and_no_empty_cell(tmp_path):
     assert len({line.get_marker() for line in lines}) == 2
 
 
-def test_a_single_step_is_a_mark(tmp_path):
-    from matplotlib.image import imread
-
-    [path] = page.draw([stored(tmp_path, rows=ROWS[:1])], tmp_path, keys=["reward_mean"])
-    red, _, blue, _ = imread(path).transpose(2, 0, 1)
-    assert ((red < 0.1) & (blue > 0.6)).any()
-
-
-def test_a_long_legend_leaves_the_panels_their_height(tmp_path):
-    """Also if no node has failed, so that there is no cross."""
-    names = ["a", *(letter * 90 for letter in "bcd")]
-    runs = [search_run(tmp_path / name, [node("0.0", 0.7)]) for name in names]
-    heights = []
-    for shown in (runs[:1], runs):
-        [groups] = tables.groups_of(shown).values()
-        figure = plots.draw_panels(groups)
-        figure.draw_without_rendering()
-        heights.append(figure.axes[0].get_window_extent().height / figure.dpi)
-    assert heights[0] > 1.2
-    assert heights[1] == pytest.approx(heights[0], rel=0.1)
-
-
 def group_of(*runs):
     return plots.RunGroup(plots.LOOKS[0], {}, [*runs])
 
@@ -564,6 +542,15 @@ def test_best_so_far_is_that_of_values_and_failed_nodes_have_the_lowest(tmp_path
     assert [row["value"] for row in run.rows] == [None, -1, -0.3, -0.45]
 
 
+def test_the_mean_of_an_evaluation_is_never_cut(tmp_path):
+    run = evaluated(tmp_path / "a", (0.8, None, None, None, None, None))
+    axis = plots.draw_panels([group_of(run)]).axes[0]
+    assert axis.get_ylim()[0] < plots.so_far(run).min() < -0.4
+    assert axis.child_axes  # the scores
+    several = evaluated(tmp_path / "b", (0.8,), task="titanic digits", metric="value")
+    assert not plots.draw_panels([group_of(several)]).axes[0].child_axes
+
+
 def test_a_node_below_the_lowest_value_is_said_to_be(tmp_path):
     run = searched(tmp_path / "a")
     for improvement, label in ((-1, "failed)"), (-3, "failed, at -1: that or less)")):
@@ -576,13 +563,16 @@ def test_a_node_below_the_lowest_value_is_said_to_be(tmp_path):
 def test_a_tree_names_its_nodes(tmp_path):
     tree, _ = plots.draw_tree(searched(tmp_path / "a")).axes
     names = [text.get_text().strip() for text in tree.texts]
-    assert names == ["0.0  0.4", "0.0.0  0.3", "0.0.1  0.45", "0.1  failed"]
+    failed = "0.1  failed: KeyError: 'missing'"
+    losses = {"0.0": "0.4", "0.0.0": "0.3", "0.0.1": "0.45"}
+    lines = [f"{id}  {loss}  idea {id}" for id, loss in losses.items()]
+    assert names == ["baseline  0.6", *lines, failed]
     bold = [line.get_xydata().tolist() for line in tree.lines if line.get_linewidth() > 1]
-    assert bold == [[[0, 1], [1, 0]], [[1, 0], [2, -1]]]
+    assert bold == [[[0, 1], [0, 0], [0.2, 0]], [[0.2, 0], [0.2, -1], [0.4, -1]]]
     for id, name in (("0.1.2.3.4.5", "0.1.2.3.4.5"), ("0.1.2.3.4.567", "….1.2.3.4.567")):
         run = search_run(tmp_path / id, [node(id, 0.5)])
         tree, _ = plots.draw_tree(run).axes
-        assert tree.texts[0].get_text().split()[0] == name
+        assert tree.texts[1].get_text().split()[0] == name
 
 
 def test_a_large_tree_fits_a_page_with_the_path_to_the_best(tmp_path):
@@ -590,10 +580,10 @@ def test_a_large_tree_fits_a_page_with_the_path_to_the_best(tmp_path):
     nodes = [node(f"0.{i}", 0.5 + i / 1000) for i in range(199)] + [node("0.0.0", 0.9)]
     figure = plots.draw_tree(search_run(tmp_path, nodes, best_id="0.0.0"))
     tree, _ = figure.axes
-    names = [text.get_text().split()[0] for text in tree.texts]
+    names = [text.get_text().split()[0] for text in tree.texts[1:]]
     assert names == ["0.0", "0.0.0", *(f"0.{i}" for i in range(81, 199))]
-    assert tree.get_title() == "120 of 200 nodes"
-    assert {text.get_position()[1] for text in tree.texts} == {-line for line in range(40)}
+    assert tree.get_title() == "120 of 200 nodes; hollow: failed"
+    assert {text.get_position()[1] for text in tree.texts[1:]} == {-line for line in range(40)}
     assert figure.get_figheight() < 9
     stubs = [line for line in tree.lines if len({*line.get_ydata()}) == 1]
     assert len(stubs) == 80  # the parent is in another panel

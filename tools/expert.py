@@ -18,8 +18,8 @@ import env
 from flatlab.options import EpisodeOptions
 from flatlab.task.definition import Task
 from flatlab.task.value import improvement
-from flatlab.tree import prompts
-from flatlab.world.texts import load_prompts
+from flatlab.tree import requests
+from flatlab.world.prompts import load_prompts
 from tasks import load_task
 
 PROMPTS = "configs/prompts/tiny.yaml"
@@ -424,7 +424,7 @@ def request(rng: random.Random, world: World, kind: str, words: str, program: st
         node.idea = ""
     if parents:
         prompt = parents[0].prompt_of_child
-    situation = prompts.situation(load_prompts(PROMPTS), node, parents, 1500)
+    situation = requests.situation(load_prompts(PROMPTS), node, parents, 1500)
     return f"{prompt}\n\n{situation}"
 
 
@@ -438,7 +438,7 @@ def copy_lesson(rng: random.Random, world: World) -> list[tuple[str, str]]:
 
 
 def list_strategies(rng: random.Random, world: World) -> list[tuple[str, str]]:
-    """Answers prompts.ask with k different strategies and their probabilities."""
+    """Answers requests.ask with k different strategies and their probabilities."""
     table = world.table
     k = rng.choice([2, 3, 3, 5, 5, 5, 5, 5, 5])
     mode = rng.choice(["uniform", "tail", "local", "sequence"])
@@ -462,8 +462,8 @@ def list_strategies(rng: random.Random, world: World) -> list[tuple[str, str]]:
         if mode != "sequence":
             lines.append(f"Probability: {probability:.2f}")
     texts = load_prompts(PROMPTS)
-    about = prompts.about(texts, world.task, {})
-    question = prompts.ask(texts, about, parent, siblings, mode=mode, k=k, tau=0.1)
+    about = requests.about(texts, world.task, {})
+    question = requests.ask(texts, about, parent, siblings, mode=mode, k=k, tau=0.1)
     return [("user", question), ("assistant", "\n".join(lines))]
 
 

@@ -811,7 +811,7 @@ def training(model: str) -> list:
         if done.returncode:
             raise UserError(last_line(done.stderr))
         text = Path(folder, "logs/check/metrics.jsonl").read_text()
-    rows = [json.loads(line) for line in text.splitlines()]
+    rows = [json.loads(line) for line in text.strip().split("\n")]
     trained = [row["logprob_diff_mean"] for row in rows if "logprob_diff_mean" in row]
     if not trained:
         raise UserError("No step had anything to learn from.")

@@ -3,11 +3,12 @@
 answers.csv has the columns id, part (validation, selection or test) and the target; submission.csv
 has id and the target, for the ids of all parts. The whole file is checked whichever part is graded,
 and a message never depends on an answer. `stderr` is the standard error of the score. Several tasks
-share this file; it needs only Python. A metric is a function and a check of one value in METRICS.
+share this file; it needs only Python. METRICS has the metrics.
 Arguments: --metric NAME [--labels VALUE ...] --split PART, in this order. The labels are the legal
-values for accuracy; without them, any text is legal.
+values for metrics of labels; without them, any text is legal.
 """
 
+import bisect
 import csv
 import io
 import json
@@ -31,13 +32,88 @@ def accuracy(truth, predicted):
     return sum(a == b for a, b in zip(truth, predicted)) / len(truth)
 
 
+def number_of(text):
+    """The number that a text of ASCII stands for, or None."""
+    with suppress(ValueError):
+        value = float(text) if text.isascii() else math.nan
+        return value if math.isfinite(value) else None
+
+
+def same_labels(labels, predicted):
+    """The predictions with 1.0 as the label 1, if all labels are different numbers."""
+    by_number = {number_of(label): label for label in labels}
+    if None in by_number or len(by_number) < len(labels):
+        return predicted
+    return {key: by_number.get(number_of(value), value) for key, value in predicted.items()}
+
+
+def balanced_accuracy(truth, predicted):
+    """Mean over the labels of the truth of the share that was found (recall)."""
+    recalls = []
+    for label in sorted(set(truth)):
+        found = [a == b for a, b in zip(truth, predicted) if a == label]
+        recalls.append(sum(found) / len(found))
+    return statistics.fmean(recalls)
+
+
+def f1_macro(truth, predicted):
+    """Mean over all labels of 2 true positives / (predicted + true ones)."""
+    scores = []
+    for label in sorted({*truth, *predicted}):
+        hits = sum(a == b == label for a, b in zip(truth, predicted))
+        scores.append(2 * hits / (truth.count(label) + predicted.count(label)))
+    return statistics.fmean(scores)
+
+
 def r2(truth, predicted):
     """1 - squared error / squared deviation from the mean of the truth."""
-    truth = [float(value) for value in truth]
-    predicted = [float(value) for value in predicted]
-    mean = sum(truth) / len(truth)
-    error = sum((a - b) ** 2 for a, b in zip(truth, predicted))
-    return 1 - error / sum((a - mean) ** 2 for a in truth)
+    mean = statistics.fmean(truth)
+    return 1 - squared_error(truth, predicted) / sum((a - mean) ** 2 for a in truth)
+
+
+def squared_error(truth, predicted):
+    return sum((a - b) ** 2 for a, b in zip(truth, predicted))
+
+
+def rmse(truth, predicted):
+    """Square root of the mean squared error."""
+    return math.sqrt(squared_error(truth, predicted) / len(truth))
+
+
+def mae(truth, predicted):
+    """Mean absolute error."""
+    return statistics.fmean(abs(a - b) for a, b in zip(truth, predicted))
+
+
+def quadratic_kappa(truth, predicted):
+    """1 - squared error / its expectation for shuffled predictions (Cohen's kappa with quadratic
+    weights).
+    """
+    expected = statistics.fmean((a - b) ** 2 for a in truth for b in predicted)
+    return 1 - squared_error(truth, predicted) / len(truth) / expected
+
+
+def roc_auc(truth, predicted):
+    """Probability that a row with 1 has a larger prediction than one with 0; equal ones count half
+    (Mann and Whitney).
+    """
+    ones = [b for a, b in zip(truth, predicted) if a == 1]
+    zeros = sorted(b for a, b in zip(truth, predicted) if a == 0)
+    wins = 0.0
+    for value in ones:
+        wins += (bisect.bisect_left(zeros, value) + bisect.bisect_right(zeros, value)) / 2
+    return wins / (len(ones) * len(zeros))
+
+
+def log_loss(truth, predicted):
+    """Mean of -log of the probability of the answer, in nats. A prediction is the probability of 1;
+    0 and 1 count as 2.2e-16 and 1 - 2.2e-16.
+    """
+    losses = []
+    for answer, probability in zip(truth, predicted):
+        probability = min(max(probability, sys.float_info.epsilon), 1 - sys.float_info.epsilon)
+        losses.append(-math.log(probability if answer == 1 else 1 - probability))
+    return statistics.fmean(losses)
 
 
 def standard_error(metric, truth, predicted):
@@ -60,11 +136,20 @@ def standard_error(metric, truth, predicted):
     return statistics.stdev(found)
 
 
-def read_answers():
-    """(name of the target, {id: (part, value)}), all as text."""
+def read_answers(split):
+    """(name of the target, {id: (part, value)}), all as text. Ends the grader, with a sentence for
+    the user, if the file is damaged or has no row of this part.
+    """
     with open("answers.csv", newline="", encoding="utf-8") as file:
-        header, *rows = csv.reader(file)
-    return header[2], {key: (part, value) for key, part, value in rows}
+        rows = list(csv.reader(file))
+    for number, row in enumerate(rows, 1):
+        if len(row) != 3:
+            sys.exit(f"answers.csv: line {number} has {len(row)} values, not id, part and target")
+    answers = {key: (part, value) for key, part, value in rows[1:]}
+    parts = sorted({part for part, _ in answers.values()})
+    if split not in parts:
+        sys.exit(f"answers.csv has no row of the part {split}; its parts: {', '.join(parts)}")
+    return rows[0][2], answers
 
 
 def read_rows():
@@ -83,7 +168,7 @@ def read_rows():
 
 def wrong_label(value, labels):
     """Returns a sentence about a wrong value, or None. Without labels, any text is legal."""
-    if not labels or value in labels:
+    if not labels or value in labels or same_labels(labels, {0: value})[0] in labels:
         return None
     *most, last = labels
     return f"must be {', '.join(most)} or {last}"
@@ -97,7 +182,25 @@ def wrong_number(value, _):
     return f"must be a finite number below {LARGEST:g} in size"
 
 
-METRICS = {"accuracy": (accuracy, wrong_label), "r2": (r2, wrong_number)}
+def wrong_probability(value, _):
+    """Returns a sentence about a wrong value, or None."""
+    with suppress(ValueError):
+        if 0 <= float(value) <= 1:
+            return None
+    return "must be a probability from 0 to 1"
+
+
+METRICS = {  # function, check of a value, whether higher is better
+    "accuracy": (accuracy, wrong_label, True),
+    "balanced_accuracy": (balanced_accuracy, wrong_label, True),
+    "f1_macro": (f1_macro, wrong_label, True),
+    "r2": (r2, wrong_number, True),
+    "quadratic_kappa": (quadratic_kappa, wrong_number, True),
+    "roc_auc": (roc_auc, wrong_number, True),
+    "rmse": (rmse, wrong_number, False),
+    "mae": (mae, wrong_number, False),
+    "log_loss": (log_loss, wrong_probability, False),
+}
 
 
 def read_submission(target, ids, wrong):
@@ -128,18 +231,22 @@ def main():
     name = sys.argv[2]
     labels = sys.argv[4:-2]
     split = sys.argv[-1]
-    metric, wrong = METRICS[name]
-    target, answers = read_answers()
+    metric, wrong, _ = METRICS[name]
+    target, answers = read_answers(split)
     try:
         predicted = read_submission(target, set(answers), lambda value: wrong(value, labels))
     except Invalid as error:
         print(json.dumps({"error": str(error)}))
         return
-    pairs = []
+    convert = float
+    if wrong is wrong_label:
+        convert = str
+        predicted = same_labels({value for _, value in answers.values()}, predicted)
+    truth, values = [], []
     for key, (part, value) in answers.items():
         if part == split:
-            pairs.append((value, predicted[key]))
-    truth, values = zip(*pairs)
+            truth.append(convert(value))
+            values.append(convert(predicted[key]))
     score = metric(truth, values)
     error = standard_error(metric, truth, values)
     print(json.dumps({name: round(score, 6), "stderr": error}))

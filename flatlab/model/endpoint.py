@@ -12,16 +12,26 @@ import json
 import os
 import re
 
-from flatlab.errors import UserError
+from flatlab.errors import UserError, shown
 from flatlab.model.chat import Sample
 
-# Words of OpenAI, vLLM, llama.cpp, SGLang, Ollama, Anthropic, TGI and Gemini for a long prompt.
-TOO_LONG = re.compile(
-    r"context.?(length|size|window|limit)|(prompt|input|string)( is)? too (long|large)"
-    r"|max\w* (context|model|prompt|input|sequence|allowed) length|inputs\W+(must have|tokens)"
-    r"|too many tokens|token count|tokens exceed",
+# Words of OpenAI, vLLM, llama.cpp, SGLang, Ollama, Anthropic, TGI and Gemini for a request that is
+# too long: a length, and that it is exceeded. See is_too_long().
+LENGTH = re.compile(
+    r"context|prompt|inputs?\b|string|token count|too many tokens|max\w* \w+ length", re.IGNORECASE
+)
+EXCESS = re.compile(
+    r"exceed|too[ _](long|large|many)|longer than|must have less|must be <="
+    r"|maximum \w+ length is|reduce the length",
     re.IGNORECASE,
 )
+TOO_LONG = (400, 413, 422)  # statuses that may speak of the length of the request
+ADAPTABLE = ("max_tokens", "seed", "temperature")  # fields that some endpoints refuse
+HINTS = {
+    401: " (the API key is that of $OPENAI_API_KEY)",
+    403: " (the API key is that of $OPENAI_API_KEY)",
+    404: " (does --url lack /v1?)",
+}
 TEXTS = ("text", "input_text", "output_text")  # kinds of parts of a message
 THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 LOCAL = "127.0.0.1,localhost"
@@ -63,13 +73,32 @@ def check_url(url: str) -> None:
     except httpx.ReadTimeout:
         return  # slow, but there
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise UserError(f"--url {url} does not answer: {error}") from None
+        raise UserError(f"--url {shown(url)} does not answer: {error}") from None
+
+
+def is_too_long(status: int, text: str) -> bool:
+    """Returns whether an answer says that the request is too long. Those of 500 and above were
+    repeated before.
+    """
+    is_possible = status in TOO_LONG or status >= 500
+    return bool(is_possible and LENGTH.search(text) and EXCESS.search(text))
+
+
+def api_key(key: str = "") -> str:
+    """The key, or that of $OPENAI_API_KEY, without white space around it. Raises UserError if it
+    cannot be sent; the key itself is not in the text.
+    """
+    key = (key or os.environ.get("OPENAI_API_KEY") or "").strip()
+    if re.search(r"[\r\n]", key):
+        raise UserError("$OPENAI_API_KEY holds a line break: it must be one line.")
+    if re.search("[^ -~]", key):
+        raise UserError("$OPENAI_API_KEY holds a character that is not printable ASCII.")
+    return key or "none"  # local servers take any
 
 
 async def correct_status(response) -> None:
-    """Gives an answer with an error in its body the status of this error, whatever its own is.
-
-    The client then repeats what failed for a passing reason, and not a prompt that is too long.
+    """Gives a good answer with an error in its body the status of this error, so that the client
+    repeats what failed for a passing reason.
     """
     await response.aread()
     with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):  # see `sample`
@@ -77,9 +106,7 @@ async def correct_status(response) -> None:
         error = body.get("error") or body["choices"][0]["error"]
         error = error if isinstance(error, dict) else {"message": error}
         code = str(error.get("code"))
-        if response.status_code != 429 and TOO_LONG.search(str(error)):
-            response.status_code = 400
-        elif error["message"] and response.is_success:
+        if error["message"] and response.is_success:
             response.status_code = int(code) if re.fullmatch(r"[45]\d\d", code) else 500
             response.extensions["said"] = f"{error['message']}: "
 
@@ -116,12 +143,11 @@ class Endpoint:
         go_around_proxies()
         self.client = openai.AsyncOpenAI(
             base_url=url,
-            api_key=key or os.environ.get("OPENAI_API_KEY") or "none",  # local servers take any
+            api_key=api_key(key),
             max_retries=RETRIES,
             http_client=openai.DefaultAsyncHttpxClient(event_hooks={"response": [correct_status]}),
         )
-        # Some endpoints take no seed, and some have another name for the limit (max_tokens).
-        self.refused = set()
+        self.refused = set()  # fields of ADAPTABLE; max_tokens has another name
         # a token's number is its place here; no piece is as long as the name of a role
         self.numbers = {role: number for number, role in enumerate(self.ROLES)}
 
@@ -169,8 +195,9 @@ class Endpoint:
             counted = str(usage.get("completion_tokens")) if isinstance(usage, dict) else ""
             is_cut = choice.get("finish_reason") in ("length", "max_tokens")
         except (AttributeError, LookupError, TypeError, ValueError) as error:
+            start = " ".join(answer.split())[:200]
             raise UserError(
-                f"{self.url} does not answer like a chat endpoint: {answer[:200]} ({error})"
+                f"{shown(self.url)} does not answer like a chat endpoint: {start} ({error})"
             ) from None
         reply = self.encode(text)
         logprobs = [0.0] * len(reply)
@@ -183,29 +210,31 @@ class Endpoint:
         import openai
 
         name = "max_completion_tokens" if "max_tokens" in self.refused else "max_tokens"
-        settings = {name: max_tokens}
-        if seed is not None and "seed" not in self.refused:
-            settings["seed"] = seed
+        settings = {name: max_tokens, "temperature": self.temperature, "seed": seed}
+        dropped = self.refused | ({"seed"} if seed is None else set())
+        settings = {name: value for name, value in settings.items() if name not in dropped}
         try:
             answer = await self.client.chat.completions.with_raw_response.create(
-                model=self.model, messages=messages, temperature=self.temperature, **settings
+                model=self.model, messages=messages, **settings
             )
             return answer.text
         except openai.APIStatusError as error:
+            status = error.status_code
             text = " ".join(error.response.text.split())
-            if error.status_code in (400, 413, 422) and TOO_LONG.search(text):
-                raise OverflowError(text[:300]) from None
-            refused = {name for name in ("max_tokens", "seed") if name in text} & set(settings)
-            if error.status_code == 400 and refused:
-                self.refused |= refused
+            if is_too_long(status, text):
+                raise OverflowError(f"{status}, {text[:300]}") from None
+            named = {name for name in ADAPTABLE if re.search(rf"\b{name}\b", text)}
+            if self.temperature != 1:
+                named -= {"temperature"}  # without it, another temperature would be used
+            if status in (400, 422) and named & set(settings):
+                self.refused |= named & set(settings)
                 return await self.request(messages, max_tokens, seed)
             raise UserError(
-                f"{error.response.extensions.get('said', '')}{self.url} refuses the request for "
-                f"model {self.model!r}: {error.status_code}, {text[:300]} (the API key is that of "
-                "$OPENAI_API_KEY)"
+                f"{error.response.extensions.get('said', '')}{shown(self.url)} refuses the request "
+                f"for model {self.model!r}: {status}, {text[:300]}{HINTS.get(status, '')}"
             ) from None
         except (openai.APIError, ValueError) as error:
             reason = error.__cause__ or error
             raise UserError(
-                f"{self.url} does not answer: {type(reason).__name__} {reason}"
+                f"{shown(self.url)} does not answer: {type(reason).__name__} {reason}"
             ) from None

@@ -16,34 +16,9 @@ from tyro._errors import InstantiationFailure, InvalidChoice, on_parse_error
 from yaml import SafeLoader
 
 from flatlab import threads
-from flatlab.errors import UserCodeError, UserError, first_cause, nearest, sentence_of
+from flatlab.errors import UserError, first_cause, nearest, sentence_of
 from flatlab.files import TextLoader, read_mapping
 from flatlab.options import flat
-
-# Flags, values and presets of earlier versions -> what replaces them
-IMITATION = "An imitation is a script: python sft.py --runs logs/RUN; then grpo.py --model."
-LEARNING = "A search that learns is a script: python learn.py --task TASK."
-EVALUATION = "An evaluation is a script: python evaluate.py --task TASK."
-MOVED = {
-    "--sft": IMITATION,
-    "--sft-share": IMITATION,
-    "--sft-updates": IMITATION,
-    "--sft-lr": IMITATION,
-    "--learn": LEARNING,
-    "--select=evaluation": EVALUATION,
-    "configs/evaluate.yaml": EVALUATION,
-    "--advantage=ppo": "PPO is an example: python examples/ppo.py --task TASK.",
-    "--gradient-checkpointing": "Layers are recomputed by themselves where the memory asks for it.",
-}
-
-
-def refuse_moved(flags: list[str]) -> None:
-    """Raises UserError for flags, values and presets of earlier versions."""
-    for flag, value in zip(flags, [*flags[1:], ""]):
-        flag = flag.replace("_", "-")
-        for words in (flag, f"{flag}={value}"):
-            if words in MOVED:
-                raise UserError(MOVED[words])
 
 
 def hide_none(config_class) -> None:
@@ -65,16 +40,14 @@ def parse_config(config_class, argv: list[str], preset: dict | None = None):
     The preset is turned into flags that stand in front of the others, so that tyro checks both in
     the same way and the command line wins. Fields of nested dataclasses are flags without a prefix.
     The docstring of the script heads its --help. Threads are configured, too, since torch is not
-    imported yet. Raises UserError for an unreadable preset, for arguments that are no text, and for
-    flags of earlier versions; tyro itself exits with code 2 for a wrong flag.
+    imported yet. Raises UserError for an unreadable preset and for arguments that are no text; tyro
+    itself exits with code 2 for a wrong flag.
     """
-    refuse_moved(argv)
     flags = list(argv)
     preset = dict(preset or {})
     if flags and not flags[0].startswith("-"):
         preset |= read_mapping(Path(flags.pop(0)), loader=TextLoader)
     flags = preset_flags(preset, flat(config_class())) + flags
-    refuse_moved(flags)
     threads.configure()
     for flag in flags:
         if re.search("[\0\ud800-\udfff]", flag):  # surrogates: bytes that are not UTF-8
@@ -124,8 +97,8 @@ def one_sentence(main):
     """Runs main(). An error that the user can fix is printed as one sentence, with exit code 2.
 
     These are UserError and a full disk, also where they were raised in a task of a TaskGroup. A
-    sandbox that broke ends with exit code 1, as an error in a function of the user does, which has
-    its traceback below the sentence; Ctrl-C and SIGTERM end with 130.
+    sandbox that broke ends with exit code 1, as any other error does, which has its traceback;
+    Ctrl-C and SIGTERM end with 130.
     """
     # `nohup ... &` starts processes with SIGINT ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -145,8 +118,7 @@ def one_sentence(main):
             sys.exit(1)
         sentence = sentence_of(cause)
         if not sentence:
-            raise
+            traceback.print_exception(cause)
+            sys.exit(1)
         print(sentence, file=sys.stderr)
-        if isinstance(cause, UserCodeError):
-            traceback.print_exception(cause.__cause__)
         sys.exit(2 if isinstance(cause, (UserError, OSError)) else 1)

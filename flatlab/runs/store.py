@@ -45,10 +45,12 @@ from pathlib import Path
 import yaml
 
 from flatlab import options
-from flatlab.errors import UserError, first_cause, sentence_of
+from flatlab.errors import UserError, first_cause, sentence_of, shown
 from flatlab.files import read_mapping, read_rows, temporary, to_disk, write_whole
 from flatlab.runs import trackers
 from flatlab.runs.fingerprint import ROOT, code_files, fingerprint
+
+WAY_OUT = "Restore it from a copy, or choose another --name."
 
 # ------------------------------------------------------------------ complete files or none
 
@@ -205,6 +207,14 @@ def keep_choices(cfg) -> None:
             sandbox.backend = old.get("backend", "auto")
 
 
+def read_own(read, file: Path, **options):
+    """read(file) of a file of a run; a UserError also says what to do."""
+    try:
+        return read(file, **options)
+    except UserError as error:
+        raise UserError(f"{str(error).rstrip('.')}. {WAY_OUT}") from None
+
+
 def begin_run(cfg, digests: list[str], model, is_finished, where=None, **cell):
     """Opens the run directory of a script's Config and its trackers; see open_run. Says if the run
     is finished.
@@ -245,8 +255,12 @@ def open_run(
     lock = lock_directory(path)
     sweep(path)
     new = plain(config)
-    old = read_mapping(path / "config.yaml", default=dict(new))
-    before = old.pop("fingerprint", {})
+    if new.get("url"):
+        new["url"] = shown(new["url"])  # without a password
+    old = read_own(read_mapping, path / "config.yaml", default=dict(new))
+    before = old.pop("fingerprint", None) or {}
+    if not isinstance(before, dict):
+        raise UserError(f"{path}/config.yaml is damaged: it ends too early. {WAY_OUT}")
     differing = [
         f"{key}: {old.get(key)} there, {new.get(key)} now"
         for key in sorted({*old, *new} - {"name", *may_change})
@@ -278,7 +292,7 @@ def open_run(
         os.truncate(log, log.read_bytes().rfind(b"\n") + 1)
     (path / "episodes").mkdir(exist_ok=True)
     (path / "checkpoints").mkdir(exist_ok=True)
-    command = shlex.join([Path(sys.executable).name, *sys.argv])
+    command = shown(shlex.join([Path(sys.executable).name, *sys.argv]))
     write_provenance(path / "command.txt", command)
     write_provenance(path / "git.txt", describe_git())
     write_provenance(path / "env.txt", describe_machine())
@@ -291,7 +305,7 @@ def continued_by(run: Run, before: dict, now: dict) -> list[str]:
     before: the fingerprint in config.yaml. Raises UserError if the prompts, the task or the model
     are others, and if the run is finished and the code is another one.
     """
-    codes = before.get("code", [""])
+    codes = before.get("code") or [""]
     last = before | {"code": codes[-1]}
     parts = ["prompts", "task", "model", *["code"] * run.finished]
     changed = [part for part in parts if last.get(part) != now[part]]
@@ -330,7 +344,7 @@ class Run:
             tracker(row)
 
     def rows(self, file="metrics.jsonl") -> list[dict]:
-        return read_rows(self.dir / file)
+        return read_own(read_rows, self.dir / file)
 
     def truncate_rows(self, step: int):
         """Removes the rows after the checkpoint's `step`."""
@@ -360,7 +374,7 @@ class Run:
         write_whole(self.dir / "episodes" / f"{name}.jsonl", "".join(map(json_line, episodes)))
 
     def results(self) -> dict:
-        return read_mapping(self.dir / "result.json", default={})
+        return read_own(read_mapping, self.dir / "result.json", default={})
 
     def result(self, **fields):
         """Merges `fields` into result.json."""
@@ -413,7 +427,7 @@ def recorded_end(runs: list, where):
         yield
     except BaseException as error:
         cause = first_cause(error)
-        status = f"failed: {sentence_of(cause) or repr(cause)}"
+        status = f"failed: {sentence_of(cause) or shown(repr(cause))}"
         if isinstance(cause, KeyboardInterrupt):
             status = "interrupted"
             if runs:

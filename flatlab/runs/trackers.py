@@ -55,15 +55,18 @@ def open_wandb(run):
     import wandb
 
     path = run.dir.resolve()
-    logged = wandb.init(
-        project=os.environ.get("WANDB_PROJECT", "flatlab"),
-        name=f"{path.parent.name}/{path.name}".removeprefix("logs/"),
-        config=run.config,
-        dir=str(run.dir),
-        reinit="create_new",
-        id=wandb_id(path),
-        resume="allow",
-    )
+    try:
+        logged = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "flatlab"),
+            name=f"{path.parent.name}/{path.name}".removeprefix("logs/"),
+            config=run.config,
+            dir=str(run.dir),
+            reinit="create_new",
+            id=wandb_id(path),
+            resume="allow",
+        )
+    except wandb.Error as error:  # a wrong key, no network
+        raise UserError(f"--trackers wandb: {' '.join(str(error).split())}") from None
     logged.define_metric("*", step_metric="step")  # nodes end in another order than they start
 
     def tracker(row: dict):

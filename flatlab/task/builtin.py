@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from flatlab.errors import UserError, nearest
 from flatlab.files import read_mapping
 from flatlab.task.definition import Task
+from flatlab.task.listing import joined, tree_files
 
 
 @dataclass
@@ -45,7 +47,9 @@ def load_builtin(root: Path, name: str) -> Task:
     own = validated(TaskYaml, spec, path)
     if spec.get("exact"):
         spec["splits"] = ["exact"]
-    public = find_files(folder, own.starter_code) | find_files(folder, own.data, "data/")
+    public = joined(
+        name, find_files(folder, own.starter_code), find_files(folder, own.data, "data/")
+    )
     # -I: Python imports nothing from the workspace.
     grader = ["python3", "-I", Path(own.grader).name, *map(str, own.grader_args)]
     facts = {
@@ -76,28 +80,20 @@ def validated(kind: type, values: dict, path: Path):
 
 
 def find_files(folder: Path, names: tuple[str, ...], prefix: str = "") -> dict[str, Path]:
-    """Maps workspace paths to files of the task's folder. Raises UserError if one is missing."""
-    files = {}
+    """Maps workspace paths to files of the task's folder. Raises UserError if one is missing, or if
+    two names would have one place.
+    """
+    places = {}
+    parts = []
     hint = f"task.yaml in {folder} names it"
     for name in names:
-        files |= tree_files((folder / name).resolve(), prefix + Path(name).name, hint)
-    return files
-
-
-# ------------------------------------------------------------------ for all loaders
-
-
-def tree_files(path: Path, prefix: str, hint: str) -> dict[str, Path]:
-    """Maps workspace paths to the files at `path`, a file or a folder.
-
-    Raises UserError, which ends with the hint, if `path` does not exist.
-    """
-    if path.is_file():
-        return {prefix: path}
-    if not path.is_dir():
-        raise UserError(f"The file or folder {path} is missing; {hint}.")
-    files = {}
-    for file in sorted(path.rglob("*")):
-        if file.is_file() and "__pycache__" not in file.parts:
-            files[f"{prefix}/{file.relative_to(path).as_posix()}"] = file
-    return files
+        source = Path(os.path.normpath(folder / name))
+        place = prefix + source.name
+        if place in places:
+            raise UserError(
+                f"{folder / 'task.yaml'}: {places[place]} and {name} would both be {place} in the "
+                "workspace: rename one of them."
+            )
+        places[place] = name
+        parts.append(tree_files(source, place, hint))
+    return joined(folder.name, *parts)

@@ -13,6 +13,7 @@ from pathlib import Path
 from flatlab.errors import UserError
 from flatlab.files import content_key
 from flatlab.numbers import LARGEST, number
+from flatlab.task.listing import joined
 from flatlab.task.value import improvement
 
 MESSAGE_CHARS = 500  # limit of a grader's error message, which the agent reads
@@ -29,7 +30,7 @@ class Task:
     """One task. The keys of `public` and `hidden` are paths relative to the sandbox's workspace."""
 
     name: str
-    prompt: str  # question; texts.py adds how to reply, the files and the limits
+    prompt: str  # question; prompts.py adds how to reply, the files and the limits
     metric: str  # key of the score in the grader's JSON line
     higher_is_better: bool
     baseline: float  # score of doing nothing clever, on splits[0]
@@ -48,8 +49,8 @@ class Task:
     # Seconds in which a command of the agent uses no CPU and prints nothing; 0: no limit
     idle_timeout: float = 20.0
     grade_timeout: float = 60.0  # seconds of CPU time for one grading, of all its processes
-    # The grader computes the score from what the agent hands in, without data or randomness: there
-    # is one part, which is called "exact", no standard error, and nothing to select.
+    # The grader computes the score from what the agent hands in, without data or random numbers of
+    # its own: there is one part, which is called "exact", and nothing to select.
     exact: bool = False
     needs_gpu: bool = False
     needs_network: bool = False
@@ -69,6 +70,7 @@ class Task:
     def __post_init__(self):
         """Raises UserError if the task makes no sense."""
         refuse_overlap(self.name, self.public.values(), self.hidden.values())
+        joined(self.name, self.public, self.hidden)
         limits = self.step_timeout, self.grade_timeout
         needs = {
             "splits": self.splits,
@@ -171,8 +173,9 @@ def parse_grade(grade: dict, task: Task) -> tuple[float | None, str, bool]:
 
 def last_json_object(text: str) -> dict:
     """The last line of a grader's stdout that is a JSON object; {} if there is none."""
-    for line in reversed(text.splitlines()):
-        if line.strip().startswith("{"):
+    for line in reversed(text.split("\n")):
+        line = line.strip().rpartition("\r")[2]  # what overwrites a progress bar
+        if line.startswith("{"):
             with suppress(ValueError, RecursionError):
                 return json.loads(line, parse_int=float)  # an int has at most 4300 digits
     return {}

@@ -133,7 +133,7 @@ def run_grader(task: Task, artefacts: dict, split: str, make_sandbox) -> Score:
     value, message, works = parse_grade(printed, task)
     stopped = reply["stopped"]
     if stopped == "idle":
-        message = f"The grading waited: it used no CPU for {idle:g} seconds."
+        message = f"The grader was stopped: it used no CPU for {idle:g} seconds."
     elif stopped:
         message = (
             f"The grading took longer than {limit:g} seconds of CPU time, or than {wall:g} seconds "

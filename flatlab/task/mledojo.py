@@ -9,8 +9,8 @@ import tempfile
 from pathlib import Path
 
 from flatlab.errors import UserError
-from flatlab.task.builtin import tree_files
 from flatlab.task.definition import TASKS_DIR, Task, last_json_object
+from flatlab.task.listing import tree_files
 
 PROMPT_CHARS = 8000  # limit of a description; the whole text is in the workspace
 ERROR_CHARS = 300  # end of the output of a metric that cannot be run

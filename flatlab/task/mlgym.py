@@ -11,8 +11,9 @@ from pathlib import Path
 
 from flatlab.errors import UserError
 from flatlab.files import read_mapping
-from flatlab.task.builtin import tree_files, validated
+from flatlab.task.builtin import validated
 from flatlab.task.definition import TASKS_DIR, Task
+from flatlab.task.listing import joined, tree_files
 
 
 def mlgym_names(root: Path) -> list[str]:
@@ -41,17 +42,18 @@ def load_mlgym(root: Path, name: str) -> Task:
             f"{path} cannot be graded: it needs a known task_entrypoint, baseline_scores, "
             f"description, and the keys metric and higher_is_better ({error!r})."
         ) from error
-    files = {}
+    parts = []
     for starter in spec.get("starter_code", []):
         hint = f"`git checkout -- {starter}` in {root} restores it"
-        files |= tree_files(root / starter, Path(starter).name, hint)
+        parts.append(tree_files(root / starter, Path(starter).name, hint))
     docs = []
     for config in spec.get("dataset_configs", []):
         data = read_mapping(root / "configs" / config)
         docs.append(f"{data.get('name', config).upper()}\n{data.get('description', '').strip()}")
         if data.get("is_local"):
             hint = f"task {name} needs it: {spec.get('missing', 'see the README of MLGym')}"
-            files |= tree_files(root / data.get("data_path", "data"), "data", hint)
+            parts.append(tree_files(root / data.get("data_path", "data"), "data", hint))
+    files = joined(name, *parts)
     hidden = {}
     for pattern in ["evaluate.py", *spec.get("hidden", [])]:
         for path in fnmatch.filter(files, pattern):

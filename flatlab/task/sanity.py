@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
+import runpy
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from flatlab.errors import UserError
+from flatlab.errors import UserError, nearest
 from flatlab.files import cache_dir, recall
 from flatlab.task.definition import Task
 from flatlab.task.grading import grade
@@ -35,13 +37,14 @@ def sanity_file(task: Task) -> Path:
 
 
 def check_grader(task: Task, make_sandbox) -> None:
-    """Grades the first trivial rule, if the task has one, on the first and on the last part.
+    """Grades the first trivial rule, if the task has one, on each part.
 
     Raises UserError if the grader gives neither a score nor a reason, or if it refuses a rule of
     task.trivial: it would not score any episode.
     """
+    check_table(task)
     for name, artefacts in islice(trivial_rules(task), 1):
-        for split in dict.fromkeys([task.splits[0], task.splits[-1]]):
+        for split in task.splits:
             score = grade(task, artefacts, split, make_sandbox)
             if score.grader_output or name in task.trivial and not score.valid:
                 output = " ".join(score.grader_output.split())[-SENTENCE_CHARS:]
@@ -49,6 +52,29 @@ def check_grader(task: Task, make_sandbox) -> None:
                     f"The grader of task {task.name} is broken: it gives the rule {name!r} no "
                     f"score on the {split} part: {score.message} {output}"
                 )
+
+
+def check_table(task: Task) -> None:
+    """Raises UserError if grade_csv.py does not know the metric or has the other direction, or if
+    it would leave out rows, because the task has no such part.
+    """
+    if "grade_csv.py" not in task.hidden or "answers.csv" not in task.hidden:
+        return
+    metrics = runpy.run_path(str(task.hidden["grade_csv.py"]))["METRICS"]
+    if task.metric not in metrics:
+        known = nearest(task.metric, sorted(metrics))
+        raise UserError(f"Task {task.name}: unknown metric {task.metric!r}; {known}.")
+    if metrics[task.metric][-1] != task.higher_is_better:
+        word = str(not task.higher_is_better).lower()
+        raise UserError(f"Task {task.name}: {task.metric} needs `higher_is_better: {word}`.")
+    with open(task.hidden["answers.csv"], newline="", encoding="utf-8") as file:
+        rows = [*csv.reader(file)][1:]
+    unused = {row[1] for row in rows if len(row) == 3} - {*task.splits}
+    if unused:
+        raise UserError(
+            f"answers.csv of task {task.name} has rows of the part {min(unused)}, but the splits "
+            f"are {', '.join(task.splits)}: add it to `splits` in task.yaml, or remove the rows."
+        )
 
 
 def trivial_rules(task: Task) -> Iterator[tuple[str, dict[str, bytes]]]:

@@ -15,7 +15,7 @@ from flatlab.task.definition import Task
 from flatlab.task.value import improvement
 from flatlab.world.episode import Episode
 
-ALIKE = 128  # tokens: sequences that differ in these are in different micro-batches
+PROMPT_KEY_TOKENS = 128  # tokens: sequences that differ in these are in different micro-batches
 
 
 @dataclass
@@ -109,8 +109,8 @@ def sequences_of(episode: Episode, advantages: list[float | None]) -> list[Train
             for column in (segment.logprobs, segment.reply, segment.version)
         ]
         if reply:
-            own = [advantages[r] for r in reply]
-            sequences.append(TrainSequence(segment.tokens, mask, old, own, version))
+            credit = [advantages[r] for r in reply]
+            sequences.append(TrainSequence(segment.tokens, mask, old, credit, version))
     return sequences
 
 
@@ -134,7 +134,7 @@ def micro_batches(sequences: list[TrainSequence], limit: int, packed: bool = Tru
     """
 
     def beginning(sequence):
-        return sequence.tokens[: min(sequence.mask.index(1), ALIKE)]
+        return sequence.tokens[: min(sequence.mask.index(1), PROMPT_KEY_TOKENS)]
 
     for _, alike in itertools.groupby(sorted(sequences, key=beginning), key=beginning):
         part = []
@@ -171,7 +171,7 @@ def draw_kl_weights(count: int, share: float, kl: float, seed: str) -> list[floa
     """Weight of the KL term of each micro-batch: kl * n / k for k of the n, and None for the
     others, which need no pass of the reference. share: k / n.
 
-    If kl is 0, one has the weight 0, because the guard wants to know the KL.
+    If kl is 0, one has the weight 0, because metrics.collapse reads the KL.
     """
     drawn = max(1, math.ceil(share * count)) if kl else 1
     weights = [kl * count / drawn] * drawn + [None] * (count - drawn)

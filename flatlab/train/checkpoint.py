@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flatlab.errors import UserError
-from flatlab.files import content_key, read_mapping, save_tensors
-from flatlab.runs.store import Run
+from flatlab.files import content_key, load_tensors, read_mapping, save_tensors
+from flatlab.runs.store import WAY_OUT, Run, read_own
 from flatlab.train import metrics
 from flatlab.train.batch import Group
 from flatlab.train.job import in_trainer
@@ -19,28 +19,75 @@ from flatlab.train.job import in_trainer
 EVALUATION = "evaluation.json"  # beside the adapter in best/
 
 
-def resume(policy, optimizer, job, cut: Callable = Run.truncate_after) -> list[dict]:
-    """Loads the newest checkpoint, and tells the job how far the run has come. Returns the rows up
-    to it. cut: removes what was written after it, a method of Run.
-    """
-    import torch
+def resume(
+    policy, optimizer, job, cut: Callable = Run.truncate_after, compared: tuple = ()
+) -> list[dict]:
+    """Loads the newest whole checkpoint, and tells the job how far the run has come. Returns the
+    rows up to it. cut: removes what was written after it, a method of Run. compared: names of the
+    adapters that the end of the run reads.
 
+    Raises UserError if there are checkpoints, but none is whole, or if such an adapter is damaged.
+    """
     found = None
     if job.run:
-        step, folder = newest(job.run)
+        best = None
+        if compared and job.run.checkpoints():
+            for name in compared:
+                read_own(policy.load_adapter, job.run.dir / name)
+            # A run that was killed before its checkpoint may have saved a better adapter already.
+            best = read_own(read_mapping, job.run.dir / "best" / EVALUATION)
+        step, folder = newest_whole(policy, optimizer, job.run)
         cut(job.run, step)
-        # A run that was killed before its checkpoint may have saved a better adapter already.
-        best = read_mapping(job.run.dir / "best" / EVALUATION, default={}) if folder else None
         found = step, folder, job.run.rows(), best
     step, folder, rows, job.best = job.ranks.first(found)
     job.step = step + 1
     if folder:
-        policy.load_adapter(folder)
-        saved = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
-        optimizer.load_state_dict(saved["optimizer"])
+        restore(policy, optimizer, folder)
         job.say(f"resumed after step {step} from {folder}")
     job.ranks.broadcast(policy.parameters())
     return rows
+
+
+def newest_whole(policy, optimizer, run) -> tuple[int, Path | None]:
+    """Loads the newest checkpoint that is not damaged and has the rows of all steps up to it, and
+    says which ones were skipped. Returns its step and folder; -1 and None if there is none at all.
+    """
+    steps = [row.get("step") for row in run.rows()]
+    skipped = []
+    for step, folder in reversed(run.checkpoints()):
+        try:
+            if steps[: step + 1] != list(range(step + 1)):
+                raise UserError(f"{run.dir}/metrics.jsonl lacks steps up to {step}.")
+            restore(policy, optimizer, folder)
+        except UserError as error:
+            skipped.append(f"{folder} is skipped: {error}")
+            continue
+        for sentence in skipped:
+            print(f"warning  {sentence}")
+        return step, folder
+    if skipped:
+        raise UserError(f"{skipped[0]} No older checkpoint is whole. {WAY_OUT}")
+    return -1, None
+
+
+def restore(policy, optimizer, folder: Path) -> None:
+    """Loads a checkpoint. Raises UserError if a file is missing, damaged, or of another model."""
+    policy.load_adapter(folder)
+    file = folder / "trainer.pt"
+    saved = load_tensors(file)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    try:
+        for number, state in saved["optimizer"]["state"].items():
+            shape = parameters[number].shape
+            for name, tensor in state.items():
+                where = f"{file}: the tensor {name} of parameter {number}"
+                if tensor.dim() and tensor.shape != shape:
+                    raise UserError(f"{where} has the shape {[*tensor.shape]}, not {[*shape]}.")
+                if not tensor.isfinite().all():
+                    raise UserError(f"{where} holds NaN or infinity.")
+        optimizer.load_state_dict(saved["optimizer"])
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        raise UserError(f"{file} is not the optimizer's state of this model.") from None
 
 
 def newest(run) -> tuple[int, Path | None]:
@@ -118,8 +165,8 @@ async def compare(policy, evaluate: Callable, job) -> dict:
         folder, weights = adapters[name]
         if weights not in played:
             policy.load_adapter(folder)
-            policy.sync()
-            policy.version = steps[name] + 1
+            policy.sync(steps[name] + 1)
+            job.say(f"evaluating  the {name} adapter")
             file = f"final-{name}"
             played[weights] = await evaluate(file, test=name == "best"), f"episodes/{file}.jsonl"
     same = {name: played[weights] for name, (_, weights) in adapters.items()}
@@ -142,7 +189,7 @@ def final_adapters(job) -> dict[str, tuple[Path, str]]:
 
 def is_finished(run, steps: int, n: int = 0) -> bool:
     """Returns whether nothing is left to do: all steps are made and the adapters compared on n
-    episodes each, or the guard stopped the run.
+    episodes each, or a collapse stopped the run.
 
     Raises UserError if there are steps, but no checkpoint to go on from.
     """

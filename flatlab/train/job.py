@@ -163,7 +163,7 @@ class Ranks:
 
 
 @dataclass
-class Job:
+class TrainingRun:
     """State of a process of a training run, and how far the run has come."""
 
     ranks: Ranks = field(default_factory=Ranks)
@@ -173,7 +173,7 @@ class Job:
     slots: Slots | None = None  # of the sandboxes of this process
     step: int = 0  # the next one; as many steps of training are in the weights
     best: dict | None = None  # evaluation of the adapter in best/
-    stopped: str = ""  # why the guard ended the run
+    stopped: str = ""  # why metrics.collapse ended the run
 
     def say(self, text: str) -> None:
         """Prints on rank 0 only."""

@@ -24,13 +24,13 @@ from pathlib import Path
 
 from flatlab.errors import UserError
 from flatlab.files import write_whole
-from flatlab.runs.store import Run, begin_run, run_directory
+from flatlab.runs.store import WAY_OUT, Run, begin_run, run_directory
 from flatlab.sandbox.client import readable
 from flatlab.task.definition import Task
 from flatlab.task.value import improvement, summary, value_of
-from flatlab.tree.prompts import clip
+from flatlab.tree.requests import clip
 from flatlab.world.episode import Episode
-from flatlab.world.texts import load_prompts
+from flatlab.world.prompts import load_prompts
 
 DEBUG_DEPTH = 3  # attempts to debug a failed node; after one failure more its branch is given up
 SCORES = 20  # scores of candidates in a row of the journal, the highest ones: they may be thousands
@@ -121,7 +121,7 @@ class Tree:
         self.rule = rule
         self.constants = rule.constants(cfg)
         self.policy = None
-        self.texts = load_prompts(cfg.episode.prompts)
+        self.prompts = load_prompts(cfg.episode.prompts)
         self.machine = {}  # what requests tell about the sandboxes
         self.root = Node(
             "0", op="baseline", score=task.baseline, improvement=0.0, valid=True, status="baseline"
@@ -137,13 +137,19 @@ class Tree:
         for row in run.rows("journal.jsonl"):
             try:
                 node = Node(**row)
-            except TypeError:
+                self.add(node)
+            except (KeyError, TypeError):
                 raise UserError(
                     f"{run.dir / 'journal.jsonl'} was written by another version of search.py: "
                     "choose another --name."
                 ) from None
-            self.add(node)
             self.finished.append(node)
+        counted = result.get("nodes", 0)
+        if len(self.finished) < counted:
+            raise UserError(
+                f"{run.dir / 'journal.jsonl'} is damaged: it holds {len(self.finished)} nodes of "
+                f"{counted}. {WAY_OUT}"
+            )
         self.seconds_before = result.get("seconds", 0.0)  # of earlier processes
         self.closed = run.finished  # complete, and its best node is scored on the test part
         self.chosen = self.nodes.get(result["tested_id"]) if self.closed else None
@@ -242,13 +248,15 @@ class Tree:
         return self.run.dir / "nodes" / f"{node.order:06d}.tar"
 
     def files_of(self, node: Node) -> bytes:
-        """Raises UserError if the file is gone."""
+        """Raises UserError if the file is gone or damaged."""
         path = self.tar_of(node)
-        if not path.is_file():
+        files = path.read_bytes() if path.is_file() else b""
+        if not files.endswith(b"}"):  # of the notes after the tar, see sandbox/snapshot.py
             raise UserError(
-                f"{path} is missing: the search builds on these files of node {node.id}."
+                f"{path} is missing or damaged: the search builds on these files of node {node.id}."
+                f" {WAY_OUT}"
             )
-        return path.read_bytes()
+        return files
 
     def given_up(self, node: Node) -> bool:
         """Returns whether more than DEBUG_DEPTH failed nodes in a row end with this one."""
@@ -313,8 +321,9 @@ def error_of(episode: Episode) -> str:
     """Errors of an episode without a score: its last one, and the grader's message."""
     failed = ("error", "timeout", "rejected")
     errors = [turn["observation"] for turn in episode.turns if turn["status"] in failed]
-    message = episode.score.message if episode.score else episode.fault
-    return clip("\n".join([*errors[-1:], message]), 2000)
+    message = episode.score.message if episode.score else ""
+    said = filter(None, [*errors[-1:], message, episode.fault])
+    return clip("\n".join(said), 2000)
 
 
 def results(t: Tree) -> dict:

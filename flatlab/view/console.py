@@ -20,7 +20,7 @@ def say(text: str) -> None:
     print(re.sub(UNSAFE, "·", text.replace("\r\n", "\n")), flush=True)
 
 
-def first_lines(cfg, tasks: list, path, why: str = "") -> None:
+def print_facts(cfg, tasks: list, path, why: str = "") -> None:
     """path: of the model, None for an endpoint. why: of the sandbox, if there are any."""
     if text := warning(tasks):
         print(f"warning  a score says little on {text}")
@@ -38,7 +38,7 @@ def first_lines(cfg, tasks: list, path, why: str = "") -> None:
 
 def banner(cfg, tasks: list, path, why: str, run) -> None:
     """Prints the first lines of a training run."""
-    first_lines(cfg, tasks, path, why)
+    print_facts(cfg, tasks, path, why)
     print(
         f"plan     {count(cfg.steps, 'step')} x {count(cfg.groups, 'group')} x "
         f"{count(cfg.group_size, 'episode')}, "
@@ -59,7 +59,7 @@ def step_made(run, rows: list[dict], steps: int) -> None:
     print(
         f"step {row['step']:3}  reward {row['reward_mean']:+.2f}  "
         f"value {plus_minus(row['value_mean'], row['value_stderr'], '+')}  "
-        f"valid {row['valid_share']:4.0%}  same {row['zero_variance_share']:4.0%}  "
+        f"valid {row['valid_share']:4.0%}  no signal {row['zero_variance_share']:4.0%}  "
         f"kl {row.get('kl', nan):.1e}  grad {row.get('grad_norm', nan):.2f}  "
         f"{row['seconds']:.1f} s ({row['seconds_sample']:.1f} sampling)  "
         f"ETA {duration(eta)}",
@@ -128,7 +128,7 @@ def viewed(directory: Path) -> str:
 def search_banner(cfg, trees: list, where: Path, path, why: str) -> None:
     """Prints the first lines."""
     tasks = {t.task.name: t.task for t in trees}
-    first_lines(cfg, [*tasks.values()], path, why)
+    print_facts(cfg, [*tasks.values()], path, why)
     print(
         f"plan     {count(len(trees), 'tree')} of {count(cfg.nodes, 'node')}, "
         f"modes {', '.join(cfg.sampling_mode)}\n"
@@ -151,7 +151,7 @@ TITLES = "task mode seed nodes node op score best sec strategy".split()
 
 
 def node_line(t, node) -> str:
-    """One line about a Node of a Tree. mode: the sampling mode that was used for it."""
+    """One line about a Node of a Tree. mode: that of the tree, as in the name of its run."""
     digits = 6 if t.task.exact else 4
     score = "fault" if node.status == "fault" else "failed"
     if node.valid:
@@ -162,7 +162,7 @@ def node_line(t, node) -> str:
         note = f"  ({node.score:.12g} is better than the reference)"
     return ROW.format(
         t.task.name[:14],
-        node.sampling_mode,
+        t.sampling_mode,
         t.seed,
         f"{len(t.finished)}/{t.cfg.nodes}",
         node.id,

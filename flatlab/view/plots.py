@@ -200,7 +200,8 @@ def draw_nodes(axis, groups: list[RunGroup]) -> None:
             # the layout would take an empty line for one at the lower left corner of the figure
             axis.plot(failed, 0 * failed, clip_on=False, in_layout=False, **look)
     axis.axhline(0, color=GREY, linestyle=":")
-    axis.set_ylim(axis.get_ylim())  # the best one before a valid node, -1, would widen it
+    if run.kind == "search":
+        axis.set_ylim(axis.get_ylim())  # the best one before a valid node, -1, would widen it
     for group in groups:
         # a run that has ended keeps its value
         frame = pandas.concat(map(so_far, group.runs), axis=1).ffill()
@@ -210,14 +211,18 @@ def draw_nodes(axis, groups: list[RunGroup]) -> None:
         xlabel=f"{NOUNS[run.kind]}s ({marks})",
         ylabel=UNITS["value"],
     )
-    convert = (lambda value: score_at(value, run)), (lambda score: improvement(score, run))
-    right = axis.secondary_yaxis("right", functions=convert)
-    right.set_ylabel(shorten(run.result["metric"], 40))
+    if run.result["metric"] != "value":  # that of several tasks
+        convert = (lambda value: score_at(value, run)), (lambda score: improvement(score, run))
+        right = axis.secondary_yaxis("right", functions=convert)
+        right.set_ylabel(shorten(run.result["metric"], 40))
 
 
 # ------------------------------------------------------------------ the tree
 
 LINES = 40  # nodes of a panel
+TREE_WIDTH = 6.3  # inches of the panels together, beside the colour bar
+INDENT = 0.2  # inches from a parent to its child, at most
+LETTER = 0.057  # inches of a character, on average
 
 
 def depth_first(rows: list[dict]) -> list[dict]:
@@ -243,42 +248,69 @@ def best_nodes(run: RunData, most: int) -> list[str]:
 
 
 def draw_tree(run: RunData, link: str = "#"):
-    """A Figure of the best nodes, depth first, in panels of LINES: depth to the right, a line for
-    each node; colour: value, shape: operator. The path to the best is bold; a short line comes from
-    another panel, or from a node that is left out.
+    """A Figure of the best nodes, depth first, in panels of LINES, as a tree of folders is printed.
+    Each line has the id, the score and the strategy of a node, or why it failed. Colour: value,
+    shape: operator, hollow: failed. The path to the best is bold; a short line comes from another
+    panel, or from a node that is left out.
 
     link: address of a node before its id; the nodes in an SVG lead there.
     """
     shown, path = best_nodes(run, 3 * LINES), best_path(run)
     rows = depth_first([row for row in run.rows if row["id"] in shown])
-    figure = new_figure(PAGE, 1.2 + 0.18 * max(6, min(LINES, len(rows))))
+    figure = new_figure(PAGE, 1.0 + 0.18 * max(6, min(LINES, len(rows))))
     axis = figure.subplots()
-    room = 1 - 0.2 * -(-len(rows) // LINES)  # share of a panel beside the names
-    width = (max(id.count(".") for id in shown) + 0.5) / room
-    values = np.nan_to_num(series(rows, "value"), nan=WORST)
-    look = {"vmin": WORST, "vmax": values.max(), "edgecolors": "black", "zorder": 3, "s": 28}
-    at, marks = {"0": (0, 1)}, {}
+    panels = -(-len(rows) // LINES)
+    width = TREE_WIDTH / panels
+    indent = min(INDENT, width / 3 / max(id.count(".") for id in shown))
+    values = series(rows, "value")
+    scale = {"vmin": WORST, "vmax": max(0.0, np.nanmax(values))}
+    at, marks = {"0": (0.0, 1)}, {}
+    draw_root(axis, run)
     for number, row in enumerate(rows):
         id = row["id"]
         panel, line = divmod(number, LINES)
-        x, y = at[id] = panel * width + id.count("."), -line
+        x, y = at[id] = panel * width + id.count(".") * indent, -line
         start = at.get(row["parent"], (-1, 0))
         if start[0] < panel * width:
-            start = (x - 0.7, y)
-        colour, thickness = ("black", 2) if id in path else (GREY, 0.7)
-        axis.plot(*zip(start, (x, y)), color=colour, linewidth=thickness)
+            start = (x - 0.7 * indent, y)
+        edge = {"color": GREY, "linewidth": 0.7}
+        if id in path:
+            edge = {"color": "black", "linewidth": 2, "zorder": 2.5}
+        corner = (start[0], y)
+        axis.plot(*zip(start, corner, (x, y)), **edge)
+        kind = shorten(row["op"], 20)
+        if row["outcome"] == "valid":
+            shade = scale | {"c": [values[number]], "edgecolors": "black"}
+        else:
+            shade = {"c": "white", "edgecolors": GREY}
+        axis.scatter(x, y, s=28, zorder=3, marker=row["mark"], urls=[link + id], **shade)
+        marks[kind] = axis.scatter([], [], c=GREY, marker=row["mark"], label=kind)
         # an SVG drops spaces at the start of a text, but not \xa0
-        axis.text(x, y, f"\xa0  {'…' * (len(id) > 12)}{id[-12:]}  {score_text(row)}", va="center")
-        kind, look["marker"] = row["outcome"], "X"
-        if kind == "valid":
-            kind, look["marker"] = row["op"], row["mark"]
-        look |= {"label": shorten(kind, 20), "urls": [link + id]}
-        marks[kind] = axis.scatter(x, y, c=values[number], **look)
+        room = int((width - id.count(".") * indent) / LETTER) - 6
+        axis.text(x, y, f"\xa0  {shorten(line_of(row), room)}", va="center")
     axis.set_axis_off()
-    axis.set(xlim=(None, (panel + 1) * width), title=f"{len(rows)} of {len(run.rows)} nodes")
-    figure.colorbar(marks[kind], label="value", aspect=40)
+    title = f"{len(rows)} of {len(run.rows)} nodes; hollow: failed"
+    axis.set(xlim=(-0.1, TREE_WIDTH), ylim=(0.5 - min(LINES, len(rows)), 1.5), title=title)
+    shades = axis.scatter([], [], c=[], **scale)
+    figure.colorbar(shades, label="value", aspect=40, pad=0.01, fraction=0.05)
     figure.legend(handles=[*marks.values()], loc="outside lower center", ncols=6)
     return figure
+
+
+def draw_root(axis, run: RunData) -> None:
+    axis.scatter(0, 1, c="black", marker="|", s=28)
+    axis.text(0, 1, f"\xa0  baseline  {run.result['baseline']:.4g}", va="center")
+
+
+def line_of(row: dict) -> str:
+    """A node in one line: id, score and strategy, or why it failed."""
+    id = row["id"]
+    text = f"{'…' * (len(id) > 12)}{id[-12:]}  {score_text(row)}"
+    if row["outcome"] == "valid":
+        return f"{text}  {row['idea']}"
+    lines = row["error"].strip().split("\n")
+    named = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    return f"{text}: {[*named, *lines][0] or row['status']}"
 
 
 # ------------------------------------------------------------------ figures

@@ -13,10 +13,10 @@ from flatlab.errors import UserError
 
 THOUGHT_ENDS = "</think>"
 FENCE = re.compile(r" {0,3}(`{3,})([^`]*)$")
-SHELLS = ("bash", "sh", "shell")
 # Characters without width, which nobody sees beside a fence: soft hyphen, joiners, marks of
 # direction, word joiner, byte order mark
 NO_WIDTH = dict.fromkeys([0xAD, *range(0x200B, 0x2010), *range(0x202A, 0x202F), 0x2060, 0xFEFF])
+SHELLS = ("bash", "sh", "shell")
 OPEN_HEREDOC = re.compile(
     r"^[^`\n]*warning: here-document at line \d+ delimited by end-of-file "
     r"\(wanted `([^\0]*?)'\)$",

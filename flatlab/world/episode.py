@@ -13,19 +13,24 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 
-from flatlab.errors import SandboxFault
+from flatlab.errors import SandboxFault, UserError
 from flatlab.model.chat import Sample
 from flatlab.options import EpisodeOptions
 from flatlab.runs.store import packed_tokens
 from flatlab.sandbox.client import Result
 from flatlab.task.definition import Task
 from flatlab.task.grading import Score
-from flatlab.world import texts
+from flatlab.world import prompts
 from flatlab.world.blocks import THOUGHT_ENDS, extract_action
 
 # Threads wait for sandboxes and do not compute. They are started as needed.
 THREADS = ThreadPoolExecutor(512, "sandbox")
 KILLED = 137  # exit code of a process that got SIGKILL, from the kernel if memory is short
+# Observation after a reply of thoughts alone, which an endpoint leaves out
+CUT = (
+    "Nothing was run. The reply is empty: it was cut at its limit (--max-reply-tokens), before the "
+    "thinking ended."
+)
 
 
 @dataclass
@@ -64,7 +69,7 @@ class Episode:
     status: str = ""
     score: Score | None = None  # score on the first split; None only for a fault
     test_score: Score | None = None
-    fault: str = ""
+    fault: str = ""  # why the sandbox broke, a program ended, or an endpoint refused a request
     seconds: float = 0.0
     packed: bytes = b""  # segments in the form of the disk, see packed_tokens
 
@@ -254,9 +259,9 @@ async def start(
     """
     if not env.sandbox:
         await in_thread(env.restart)
-    facts = await in_thread(texts.episode_facts, env, options)
+    facts = await in_thread(prompts.episode_facts, env, options)
     # A tokenizer serves one thread at a time, so this runs here.
-    episode.system, episode.prompt = texts.first_messages(env, options, facts, policy)
+    episode.system, episode.prompt = prompts.first_messages(env, options, facts, policy)
     return history(policy, options, episode.prompt, episode.system)
 
 
@@ -284,6 +289,8 @@ async def play(
             sample = await asyncio.wait_for(reply, deadline - start)
             left = max(1.0, deadline - time.monotonic())
             step = await in_thread(env.step, sample.text, left, act)
+            if sample.stop_reason == "length" and not sample.text.strip():
+                step = replace(step, observation=CUT)
             turn = turn_record(sample, step)
             episode.add(before, sample, turn)
             if step.done:
@@ -291,10 +298,16 @@ async def play(
             turns_left = options.max_turns - number - 1
             if turns_left:
                 left = deadline - time.monotonic()
-                turn["note"] = texts.note(options, env.task, episode.turns, turns_left, left)
+                turn["note"] = prompts.note(options, env.task, episode.turns, turns_left, left)
             history.add(sample, step.observation, turn["note"])
         return "turn_limit"
-    except OverflowError:
+    except OverflowError as problem:
+        episode.fault = str(problem)
+        if episode.fault and not episode.turns:
+            raise UserError(
+                "The endpoint finds the first request of an episode too long: lower --context or "
+                f"--max-reply-tokens. It said: {problem}"
+            ) from None
         return "context_limit"
     except TimeoutError:
         return "time_limit"

@@ -15,8 +15,8 @@ from flatlab.errors import UserError
 from flatlab.sandbox.backend import WORKSPACE
 from flatlab.sandbox.docker import docker_problem, short_text
 from flatlab.sandbox.images import remove_others, repository_name
-from flatlab.task.builtin import tree_files
 from flatlab.task.definition import Task, refuse_overlap
+from flatlab.task.listing import tree_files
 
 # What a sandbox cannot give: keys of task.toml, and files.
 REFUSED_KEYS = """environment.tpu environment.mcp_servers environment.healthcheck

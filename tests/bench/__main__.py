@@ -12,6 +12,7 @@
     python tests/bench objectives  losses and advantages on the built-in tasks; an hour
     python tests/bench pretrained  SmolLM2 imitates, then GRPO, on two tasks; hours
     python tests/bench learned-search  searches that learn against frozen ones; two hours
+    python tests/bench mutants     small faults in files where errors are silent, against the tests
     python tests/bench table       runs the tests of attacks and faults, writes tests/ATTACKS.md
 
 A section is a function in SECTIONS that returns (headline, rows); a row is (what, value, note).
@@ -40,6 +41,7 @@ SECTIONS = {
     "objectives": "bench.learning.objectives",
     "pretrained": "bench.learning.pretrained",
     "learned-search": "bench.learned_search.learned_search",
+    "mutants": "bench.mutants.mutants",
     "table": "marked.marked",
 }
 
@@ -66,17 +68,23 @@ def main():
     add("section", choices=SECTIONS)
     add("--write", action="store_true", help="write the table into tests/BENCHMARKS.md")
     add("--backend", default="auto", help="for soak")
-    add("--count", type=int, default=1000, help="for soak: episodes; for growth: nodes and steps")
+    add(
+        "--count",
+        type=int,
+        default=1000,
+        help="for soak: episodes; for growth: nodes and steps; for mutants: mutants",
+    )
     add("--steps", type=int, default=5, help="for train, engine, agent and objectives")
     add("--seeds", default="0,1,2", help=f"{runs} comma-separated seeds")
     model = "not for pretrained; train, agent: instead of a random one"
     add("--model", default="tiny", help=model)
     add("--jobs", type=int, default=1, help=f"{runs} number of runs at a time")
-    also = "also for train, agent, engine and growth"
+    also = "also for train, agent, engine and growth; for mutants: files"
     add("--only", default="", help=f"{runs} comma-separated variants; {also}")
     add("--waits", default="", help="for agent and ahead: comma-separated kinds of waits")
     add("--gpu", action="store_true", help="for agent: the size of a step on a GPU")
     add("--flags", default="", help=f"{runs} more flags of grpo.py")
+    add("--survivors", action="store_true", help="for mutants: only those not killed so far")
     args = parser.parse_args()
 
     if args.gpu:

@@ -242,8 +242,8 @@ def run_ours(model, rounds, turns, tokens, variant):
     from flatlab import threads
     from flatlab.options import ModelOptions
     from flatlab.task.grading import Score
-    from flatlab.train.job import Job, in_trainer
-    from flatlab.world import texts
+    from flatlab.train.job import TrainingRun, in_trainer
+    from flatlab.world import prompts
     from policy import ModelPath, Policy
     from tasks import load_task
 
@@ -300,12 +300,12 @@ def run_ours(model, rounds, turns, tokens, variant):
     cfg.episode.max_reply_tokens = tokens
     cfg.episode.max_observation_tokens = 256
     # The messages are those of the other variants.
-    texts.episode_facts = lambda env, options: {}
-    texts.first_messages = lambda env, *_: ("", env.task.prompt)
+    prompts.episode_facts = lambda env, options: {}
+    prompts.first_messages = lambda env, *_: ("", env.task.prompt)
     cfg.episode.prompts = "configs/prompts/tiny.yaml"
     task = load_task("titanic", "", "")
     plan = [replace(task, prompt=f"Write. {i}") for i in range(PROMPTS)]
-    job = Job()
+    job = TrainingRun()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=RATE)
 
     def counted_batch(*args):

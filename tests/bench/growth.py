@@ -121,7 +121,7 @@ async def fake_play(t, node, parents):
         value = parent.score if parent.valid else t.task.baseline
         score = replace(score, value=value + rng.gauss(0, 0.01), valid=True, message="")
     episode = Episode(t.task.name, node.seed, status="submit", turns=turns, score=score)
-    return episode, b"\0" * 10240  # an empty tar
+    return episode, b"\0" * 10240 + b"{}"  # an empty tar and its notes
 
 
 class NoSandbox(contextlib.nullcontext):
@@ -205,7 +205,7 @@ def fake_groups(task, seed):
     from flatlab.runs.store import packed_tokens
     from flatlab.task.grading import Score
     from flatlab.train.batch import Group, gather_groups
-    from flatlab.train.job import Job
+    from flatlab.train.job import TrainingRun
     from flatlab.world.episode import Episode, Segment
 
     rng = random.Random(seed)
@@ -221,14 +221,14 @@ def fake_groups(task, seed):
             packed = packed_tokens(segments)
             episodes.append(replace(episode, segments=segments, packed=packed))
         groups.append(Group(number, task, episodes, [e.score.value for e in episodes]))
-    return gather_groups(groups, Job())
+    return gather_groups(groups, TrainingRun())
 
 
 def training(steps):
     """Prints the ms that a step costs beside sampling and learning, and what viz.py makes of it."""
     from flatlab.runs.store import open_run
     from flatlab.train import metrics
-    from flatlab.train.job import Job
+    from flatlab.train.job import TrainingRun
     from helpers import MADE_BY
     from tasks import load_task
 
@@ -237,7 +237,7 @@ def training(steps):
     rows, seconds, marks = [], [], {}
     with tempfile.TemporaryDirectory() as folder:
         config = {"task": ["titanic"], "model": "fake", "seed": 0, "steps": steps}
-        job = Job(run=open_run(Path(folder, "run"), config, MADE_BY))
+        job = TrainingRun(run=open_run(Path(folder, "run"), config, MADE_BY))
         job.result(**metrics.first_results([task], "training"))
         with contextlib.redirect_stdout(None):
             made = [fake_groups(task, seed) for seed in range(20)]

@@ -13,7 +13,7 @@ from flatlab.view.reader import read_run
 
 NODES = 1024
 ARMS = {
-    "learn": "learn.py --lr 1e-3",
+    "learn": "examples/learn.py --lr 1e-3",
     "frozen": "search.py --select puct --workers 32",
 }
 TASKS = {"erdosOverlap": "", "autocorrelation": "--model logs/tiny-autocorrelation"}

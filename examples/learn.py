@@ -1,7 +1,7 @@
 """Search that learns: a tree search in rounds, with an update of the model (LoRA) after each one
 (TTT-Discover, arXiv 2601.16175).
 
-    python learn.py --task erdosOverlap --nodes 256 --parents 4 --children 8
+    python examples/learn.py --task erdosOverlap --nodes 256 --parents 4 --children 8
     python viz.py logs/learn-erdosOverlap-tail-tiny-0
 
 The same command again resumes it. A round: the rule picks --parents nodes, each gets --children
@@ -13,24 +13,27 @@ its prompt (not with --sampling-mode none). The replies that list strategies are
 """
 
 import asyncio
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
-import grpo
-import search
-from flatlab import options
-from flatlab.errors import UserError
-from flatlab.numbers import standard_error
-from flatlab.runs import cli
-from flatlab.runs.store import Run
-from flatlab.task.value import value_of
-from flatlab.train import batch, checkpoint
-from flatlab.train.job import Job, in_trainer
-from flatlab.tree.nodes import Node, Tree
-from flatlab.view import console
-from policy import Policy
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import grpo  # noqa: E402
+import search  # noqa: E402
+from flatlab import options  # noqa: E402
+from flatlab.errors import UserError  # noqa: E402
+from flatlab.numbers import standard_error  # noqa: E402
+from flatlab.runs import cli  # noqa: E402
+from flatlab.runs.store import Run  # noqa: E402
+from flatlab.task.value import value_of  # noqa: E402
+from flatlab.train import batch, checkpoint  # noqa: E402
+from flatlab.train.job import TrainingRun, in_trainer  # noqa: E402
+from flatlab.tree.nodes import Node, Tree  # noqa: E402
+from flatlab.view import console  # noqa: E402
+from policy import Policy  # noqa: E402
 
 
 @dataclass
@@ -73,10 +76,9 @@ async def grow(t: Tree, slots: asyncio.Semaphore, micro_tokens: int) -> None:
     """
     policy = t.policy
     optimizer = policy.make_optimizer(t.cfg.lr)
-    job = Job(run=t.run)
+    job = TrainingRun(run=t.run)
     await in_trainer(checkpoint.resume, policy, optimizer, job, Run.truncate_rows)
-    policy.sync()
-    policy.version = job.step  # the number of updates
+    policy.sync(job.step)
     # There is no KL term, and replies that were cut at the length limit carry no gradient.
     cfg = grpo.Config(
         seed=t.seed,
@@ -98,7 +100,7 @@ async def grow(t: Tree, slots: asyncio.Semaphore, micro_tokens: int) -> None:
         row = row_of(t, sum(picked, []), groups)
         job.step = policy.version
         row |= await in_trainer(grpo.update, policy, optimizer, groups, cfg, job)
-        policy.sync()
+        policy.sync(job.step + 1)
         if row.get("skipped"):
             await policy.check_sync()
         row["alarms"] = alarms(row, t.run.rows())

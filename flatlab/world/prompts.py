@@ -107,7 +107,7 @@ def episode_facts(env, options) -> dict:
         "artefact": "the workspace" if task.collect else " and ".join(task.artefacts),
         "ends_at_score": env.ends_at_score,
         "files": [
-            {"path": visible(path), "size": size, "lines": first_lines(task, path, size)}
+            {"path": visible(path), "size": size, "lines": table_head(task, path, size)}
             for path, size in listing["files"]
         ],
         "more_files": listing["count"] - len(listing["files"]),
@@ -133,7 +133,7 @@ def machine_facts(env, options) -> dict:
     }
 
 
-def first_lines(task: Task, path: str, size: int) -> list[str]:
+def table_head(task: Task, path: str, size: int) -> list[str]:
     """First lines of a public table; [] if the agent has changed it.
 
     size: bytes of the file.

@@ -1,14 +1,14 @@
-"""Requests of a search to the model, and the parser of the replies. The texts themselves are in
+"""Requests of a search to the model, and the parser of the replies. The prompts are in
 configs/prompts/.
 
 A `node` is a search node or anything with the same fields (idea, score, op, valid, status, code,
-error, decision); `texts` are the Prompts of the file.
+error, decision); `prompts` are the Prompts of the file.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import html
 import json
 import math
 import re
@@ -21,10 +21,10 @@ FILES = 20  # of the task, in a request
 NAMED_PACKAGES = 12
 
 
-def about(texts, task: Task, machine: dict, nodes_left: int | None = None, nodes: int = 0) -> str:
+def about(prompts, task: Task, machine: dict, nodes_left: int | None = None, nodes: int = 0) -> str:
     """The task, with the first line of each of its files: for calls that have no sandbox.
 
-    machine: what machine_facts() tells about one; {} if the texts do not use it.
+    machine: what machine_facts() tells about one; {} if the prompts do not use it.
     """
     files = []
     for name, path in list(task.public.items())[:FILES]:
@@ -34,19 +34,19 @@ def about(texts, task: Task, machine: dict, nodes_left: int | None = None, nodes
     limits = ""
     if machine:
         packages = machine["packages"][:NAMED_PACKAGES]
-        limits = texts.fill("limits", **machine | {"packages": packages})
+        limits = prompts.fill("limits", **machine | {"packages": packages})
     facts = {"files": files, "limits": limits, "nodes_left": nodes_left, "nodes": nodes}
-    return texts.fill("about", task=task, **facts)
+    return prompts.fill("about", task=task, **facts)
 
 
-def ask(texts, about: str, parent, siblings: list, summary: str = "", **wanted) -> str:
+def ask(prompts, about: str, parent, siblings: list, summary: str = "", **wanted) -> str:
     """The request for strategies for a child of `parent`, None for the root.
 
     siblings: the other children of the parent. wanted: mode, k, tau.
     """
     tried = [node for node in siblings if node.idea][-SIBLINGS:]
     wanted |= {"summary": summary, "parent": parent, "tried": tried}
-    return texts.fill("strategies", about=about, **wanted)
+    return prompts.fill("strategies", about=about, **wanted)
 
 
 def clip(text: str, limit: int) -> str:
@@ -56,7 +56,7 @@ def clip(text: str, limit: int) -> str:
     return f"{text[: limit // 2]}\n[...]\n{text[-limit // 2 :]}"
 
 
-def situation(texts, node, parents: list, limit: int, summary: str = "") -> str:
+def situation(prompts, node, parents: list, limit: int, summary: str = "") -> str:
     """Text that a node is told after the task. Its strategy is the last line.
 
     parents: the nodes it builds on (none for a draft); of their code and errors it is shown at most
@@ -70,10 +70,10 @@ def situation(texts, node, parents: list, limit: int, summary: str = "") -> str:
         parent.error = clip(parent.error, share)
         shown.append(parent)
     phase = node.decision.get("phase")
-    return texts.fill("node", summary=summary, parents=shown, node=node, phase=phase)
+    return prompts.fill("node", summary=summary, parents=shown, node=node, phase=phase)
 
 
-def summary_of_tree(texts, nodes: list) -> str:
+def summary_of_tree(prompts, nodes: list) -> str:
     """--scope global: the best three, the worst two, the last failures.
 
     nodes: the finished nodes, in order of completion.
@@ -82,7 +82,7 @@ def summary_of_tree(texts, nodes: list) -> str:
         return ""
     scored = sorted((node for node in nodes if node.valid), key=lambda node: node.improvement)
     failed = [node for node in nodes if not node.valid]
-    return texts.fill(
+    return prompts.fill(
         "summary",
         count=len(nodes),
         failed=len(failed),
@@ -101,9 +101,11 @@ async def reply_to(t, node, talk: list[dict], seed: int) -> str:
     prompt = t.policy.render(talk)
     room = min(t.cfg.episode.max_reply_tokens, t.cfg.model.context - len(prompt))
     if room >= LEAST_ROOM:
-        with contextlib.suppress(OverflowError):  # by the count of an endpoint
+        try:
             sample = await CountingPolicy(t.policy, node).sample(prompt, room, seed=seed)
             return sample.text
+        except OverflowError as problem:  # by the count of an endpoint
+            node.decision["refused"] = str(problem)
     return ""
 
 
@@ -127,19 +129,22 @@ class CountingPolicy:
 
 REPLY_CHARS = 20_000  # what follows in a reply is not read
 IDEA_CHARS = 300
+# A stated probability, which shows a list where no strategy could be read
+STATEMENT = re.compile(r"(?<!/)\bprobability[\"'\s]*[>:=|]", re.I)
 
 
 def parse(text: str) -> tuple[list[tuple[str, float | None]], int]:
     """(strategy, stated probability or None) of each strategy in a reply, and the number of those
-    whose JSON is damaged or cut off.
+    which cannot be read: their JSON or XML is damaged or cut off, or they have another form.
 
-    Reads JSON objects or, if these hold no strategies, lines. A reply without strategies gives [].
+    Reads JSON objects or, if these hold no strategies, XML or lines.
     Duplicates and repeated templates ("<one sentence>") are dropped. Nothing raises an error.
     """
     text = text.rsplit("</think>", 1)[-1][:REPLY_CHARS]
     objects = list(in_json(text))
-    unread = sum(not idea for idea, _ in objects)
-    for found in (objects, in_lines(text)):
+    elements = list(in_xml(text))
+    unread = sum(not idea for idea, _ in objects + elements)
+    for found in (objects, elements, in_lines(text)):
         ideas = {}
         for idea, stated in found:
             idea = " ".join(idea.split())[:IDEA_CHARS].strip("*\"'- ")
@@ -148,6 +153,8 @@ def parse(text: str) -> tuple[list[tuple[str, float | None]], int]:
                 ideas.setdefault(key, (idea, probability(stated)))
         if ideas:
             break
+    else:
+        unread = unread or len(STATEMENT.findall(text))
     return list(ideas.values()), unread
 
 
@@ -186,6 +193,35 @@ def in_json(text):
         start = text.find("{", end)
 
 
+RESPONSE = re.compile(r"<(response|strategy|idea|item)\b([^>]*)>", re.I)
+FIELD = r"<({})\b[^>]*>(.*?)</\1\s*>"
+TEXT = re.compile(FIELD.format("text|strategy|description"), re.I | re.S)
+STATED = re.compile(FIELD.format("probability|p"), re.I | re.S)
+ATTRIBUTE = re.compile(r"""\b(?:probability|p)\s*=\s*["']([^"']*)""", re.I)
+
+
+def in_xml(text):
+    """The elements <response>, each with its text and its probability inside or as an attribute.
+    The strategy of an element that does not end is "".
+    """
+    start = RESPONSE.search(text)
+    while start:
+        end = re.compile(rf"</{start[1]}\s*>", re.I).search(text, start.end())
+        if not end:
+            yield "", None
+            return
+        following = RESPONSE.search(text, end.end())
+        inside = text[start.end() : end.start()]
+        behind = text[end.end() : following.start() if following else len(text)]
+        named = TEXT.search(inside)
+        stated = STATED.search(inside + behind)
+        attribute = ATTRIBUTE.search(start[2])
+        idea = named[2] if named else STATED.sub("", inside)
+        idea = html.unescape(re.sub(r"<[^>]*>", "", idea)).strip()
+        yield idea, stated[2] if stated else attribute and attribute[1]
+        start = following
+
+
 LABEL = re.compile(r"[\s#*•+\d.()-]*(?:strategy|idea)\s*#?\d{0,3}\s*(?::|$)\s*(.*)", re.I)
 ITEM = re.compile(r"[\s#]*(?:[-*•+]|\(?\d{1,3}[.)])\s+([^{\s].*)")
 SAME_LINE = re.compile(
@@ -202,7 +238,7 @@ def in_lines(text):
     """`Strategy: ...` or, without any, list items. What is indented below one belongs to it, and
     its probability stands behind it or in a line of its own.
     """
-    lines = [line.expandtabs().replace("**", " ").rstrip()[:1000] for line in text.splitlines()]
+    lines = [line.expandtabs().replace("**", " ").rstrip()[:1000] for line in text.split("\n")]
     begin = LABEL if any(map(LABEL.match, lines)) else ITEM
     ideas = []  # [strategy, probability]
     outermost = 0  # indentation of the items

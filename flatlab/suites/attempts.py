@@ -1,0 +1,91 @@
+"""Attempts at the tasks of a suite: those of our runs, and published ones.
+
+Both become the same table with a row for each attempt at a task. Its best score is the best of all
+validates; the score of its submission is the last one.
+"""
+
+import itertools
+import os
+from pathlib import Path
+
+import numpy as np
+
+from flatlab.errors import UserError
+from flatlab.files import read_mapping
+from flatlab.runs.fingerprint import ROOT
+from flatlab.task.mledojo import mledojo_names
+from flatlab.view.reader import RunData
+
+ROOTS = {"mlgym_root": "MLGYM_ROOT", "mledojo_root": "MLEDOJO_ROOT"}  # arguments of load_task
+KINDS = ["best attempt", "best submission"]
+BASELINE = "baseline"  # name of its row
+
+
+def read_suite(name: str) -> dict:
+    """The file configs/suites/<name>.yaml, or the one at this path; mlgym.yaml explains its keys.
+    Adds its name, the published attempts, and "roots": arguments of load_task that keep other tasks
+    out.
+
+    Raises UserError if there is no such file, or if it needs a root that is not set or is empty.
+    """
+    path = Path(name) if name.endswith(".yaml") else ROOT / f"configs/suites/{name}.yaml"
+    suite = {"name": name, "needs": "", "settings": {}, "notes": ""} | read_mapping(path)
+    needs = suite["needs"]
+    suite["roots"] = {}
+    for option, variable in ROOTS.items():
+        if variable != needs and os.environ.get(variable):
+            suite["roots"][option] = ""  # it may hold other tasks of the same names
+            print(f"note     the suite {name} does not use ${variable}")
+    root = os.environ.get(needs, "")
+    if needs and not root:
+        raise UserError(f"The suite {name} needs ${needs}, the folder of its tasks.")
+    root = Path(root)
+    if needs == "MLEDOJO_ROOT":
+        suite["settings"].setdefault("task", mledojo_names(root))
+    suite["attempts"] = published(root, suite["published"]) if "published" in suite else []
+    return suite
+
+
+def attempt(model: str, task: str, larger: bool, scores: list) -> dict:
+    """An attempt with its scores in order, None if not valid. larger: whether larger ones are
+    better; if not, their sign is -1, so that the largest is the best.
+    """
+    sign = 1 if larger else -1
+    gains = sign * np.array(scores, float)
+    best = dict(zip(KINDS, (np.fmax.reduce(gains), gains[-1])))
+    return best | {"model": model, "task": task, "sign": sign}
+
+
+def played(run: RunData, suite: str) -> list[dict]:
+    """The attempts of a run, with MEANS. A fault is none. Raises UserError if there are none, or if
+    the run is an evaluation of something else than the suite of this name.
+    """
+    if Path(run.config.get("suite") or "").stem != suite:
+        raise UserError(f"{run.dir} is no evaluation of the suite {suite}.")
+    found = []
+    for item in run.rows:
+        task, turns = item["task"], item["turns"]
+        if item["outcome"] != "fault":
+            scores = [*(turn["score"] for turn in turns), item["score"]]
+            item["valid"] = item["outcome"] == "valid"
+            item["seconds_env"] = sum(turn["seconds_env"] for turn in turns)
+            larger = run.result["larger_is_better"][task]
+            found.append(item | attempt(str(run.dir), task, larger, scores))
+    if not found:
+        raise UserError(f"In {run.dir} every episode was a fault.")
+    return found
+
+
+def published(root: Path, facts: dict) -> list[dict]:
+    """The published attempts, and those of the baseline. Raises UserError if there are none."""
+    found = []
+    for model, own in itertools.product(facts["models"], facts["tasks"]):
+        for file in sorted(root.glob(facts["files"].format(model=model, **own))):
+            results = read_mapping(file)
+            entries = {model: results.get("agent") or [{}], BASELINE: [results["baseline"]]}
+            for name in entries:
+                scores = [entry.get(own["metric"]) for entry in entries[name]]
+                found.append(attempt(name, own["task"], own["higher_is_better"], scores))
+    if not found:
+        raise UserError(f"{root} holds no published results: there is no {facts['files']}.")
+    return found

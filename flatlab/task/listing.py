@@ -1,0 +1,79 @@
+"""Lists the files of a task, for all loaders. Whatever a task names arrives whole, or UserError
+names it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from flatlab.errors import UserError
+
+
+def tree_files(path: Path, place: str, hint: str) -> dict[str, Path]:
+    """Maps workspace paths to the files at `path`, a file or a folder, which go to `place`. Links
+    are followed. Bytecode beside its source is left out.
+
+    Raises UserError, which ends with the hint, for what is missing, empty, unreadable, a link in a
+    circle, or neither a file nor a folder.
+    """
+    try:
+        is_folder = path.is_dir()
+        if is_folder:
+            names = sorted(os.listdir(path))
+        elif not path.exists():
+            link = " (a link to nothing)" if path.is_symlink() else ""
+            raise UserError(f"The file or folder {path} is missing{link}; {hint}.")
+    except OSError as error:  # also a link to itself
+        raise UserError(f"Cannot read {path}: {error.strerror}; {hint}.") from None
+    if not is_folder:
+        refuse_unreadable(path, hint)
+        return {place: path}
+    if not names:
+        raise UserError(f"The folder {path} is empty; {hint}.")
+    real = Path(os.path.realpath(path))
+    files = {}
+    for name in names:
+        child = path / name
+        if child.is_symlink() and real.is_relative_to(os.path.realpath(child)):
+            raise UserError(f"The link {child} leads back to its own folder; {hint}.")
+        if not is_bytecode(child):
+            files |= tree_files(child, f"{place}/{name}", hint)
+    return files
+
+
+def refuse_unreadable(path: Path, hint: str) -> None:
+    """Raises UserError for a device, a socket or a FIFO, and for a file without permission."""
+    if not path.is_file():
+        raise UserError(f"{path} is neither a file nor a folder; {hint}.")
+    if not os.access(path, os.R_OK):
+        raise UserError(f"Cannot read {path}: Permission denied; {hint}.")
+
+
+def is_bytecode(path: Path) -> bool:
+    """Returns whether Python made this file, or all of this folder, from sources beside it."""
+    if path.name == "__pycache__" and path.is_dir():
+        return all(map(is_bytecode, path.iterdir()))
+    source = path.parent.parent / f"{path.name.partition('.')[0]}.py"
+    return path.parent.name == "__pycache__" and path.suffix == ".pyc" and source.is_file()
+
+
+def joined(task: str, *parts: dict[str, Path]) -> dict[str, Path]:
+    """All files of the parts. Raises UserError if two would have one place in the workspace."""
+    files = {}
+    for part in parts:
+        for place, file in part.items():
+            other = files.setdefault(place, file)
+            if other is not file:
+                raise UserError(
+                    f"Task {task}: {other} and {file} would both be {place} in the workspace: "
+                    "rename one of them."
+                )
+    for place in files:
+        for folder in map(str, Path(place).parents):
+            if folder in files:
+                raise UserError(
+                    f"Task {task}: {files[folder]} would be {folder} in the workspace, where "
+                    f"{files[place]} needs a folder: rename one of them."
+                )
+    return files

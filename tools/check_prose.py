@@ -1,0 +1,74 @@
+"""Style of the prose, as part of `make lint`: openings of docstrings, lengths, numbers in a line.
+
+Prints what to change; the exit code is 1 if there is anything.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+PROJECT = Path(__file__).resolve().parents[1]
+README = PROJECT / "README.md"
+DOCS = [README, *sorted(PROJECT.glob("docs/*.md"))]
+PROSE = [*DOCS, PROJECT / "CONTRIBUTING.md", PROJECT / "tests/README.md"]
+
+MOST_WORDS = 60  # of a paragraph
+MOST_NUMBERS = 3  # of a line
+MOST_CHARACTERS = 149  # of a line
+MOST_WORDS_OF_DOCS = 10_000
+MOST_LINES_OF_README = 130
+# A version, a date or an arXiv number is one number; digits in a name (Qwen3, H100) are none.
+NUMBER = re.compile(r"(?<![\w.-])\d[\d.,:-]*")
+OPENING = re.compile(r'^ *r?"""(?:What|Whether|Which|Of|How) .*', re.MULTILINE)
+
+
+def paragraphs(text: str) -> list[list[str]]:
+    """The lines of each paragraph and of each entry of a list. Titles, tables, HTML and blocks of
+    code are left out.
+    """
+    text = re.sub(r"^(```|~~~).*?^\1$", "", text, flags=re.MULTILINE | re.DOTALL)
+    found = [[]]
+    for line in text.splitlines():
+        if not line or line.startswith(("#", "|", "<")):
+            found.append([])
+            continue
+        if re.match(r" *(-|\d+\.) ", line):
+            found.append([])
+        found[-1].append(line)
+    return [lines for lines in found if lines]
+
+
+def faults_of(page: Path):
+    """Yields what is too long in a page."""
+    for lines in paragraphs(page.read_text()):
+        if len(" ".join(lines).split()) > MOST_WORDS:
+            yield f"more than {MOST_WORDS} words: {lines[0]}"
+        for line in lines:
+            text = re.sub(r"`[^`]*`|\]\([^)]*\)", "", line)  # no code, no addresses
+            if len(NUMBER.findall(text)) > MOST_NUMBERS:
+                yield f"more than {MOST_NUMBERS} numbers: {line}"
+            if len(line) > MOST_CHARACTERS:
+                yield f"more than {MOST_CHARACTERS} characters: {line}"
+
+
+def main():
+    faults = []
+    for page in PROSE:
+        faults += [f"{page.relative_to(PROJECT)}: {fault}" for fault in faults_of(page)]
+    for path in sorted(PROJECT.rglob("*.py")):
+        name = path.relative_to(PROJECT)
+        is_ours = not any(part.startswith(".") or part == "logs" for part in name.parts)
+        if is_ours:
+            openings = OPENING.findall(path.read_text())
+            faults += [f"{name}: begin with a verb or a noun: {line.strip()}" for line in openings]
+    words = sum(len(page.read_text().split()) for page in DOCS)
+    if words > MOST_WORDS_OF_DOCS:
+        faults.append(f"README.md and docs/ have {words} words, at most {MOST_WORDS_OF_DOCS}")
+    if len(README.read_text().splitlines()) > MOST_LINES_OF_README:
+        faults.append(f"README.md has more than {MOST_LINES_OF_README} lines")
+    print("\n".join(faults) or "prose: all checks passed")
+    sys.exit(bool(faults))
+
+
+if __name__ == "__main__":
+    main()
