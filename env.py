@@ -33,7 +33,7 @@ from flatlab.task.grading import Score, digest_of, grade, read_artefacts
 from flatlab.task.machine import open_sandbox, resolve_backend
 from flatlab.task.sanity import check_grader
 from flatlab.world import prompts
-from flatlab.world.blocks import find_blocks
+from flatlab.world.blocks import find_bash, find_blocks
 from flatlab.world.episode import act_bash, in_thread, score_sentence
 from tasks import load_task
 
@@ -225,6 +225,7 @@ def open_tasks(
     needs something that its sandbox lacks, or has a broken grader. With `left_out`, such tasks are
     left out if they exist, and their reasons stand there by name. roots: arguments of load_task.
     """
+    find_bash()
     tasks, why = [], ""
     for name in options.task:
         try:

@@ -17,12 +17,13 @@ import env
 from backends import ISOLATED, wait_for
 from env import Env
 from flatlab.errors import SandboxFault
-from flatlab.options import EpisodeOptions, SandboxOptions
+from flatlab.options import EpisodeOptions, SandboxOptions, TaskOptions
 from flatlab.sandbox.client import Sandbox
 from flatlab.sandbox.images import found_images
 from flatlab.task import grading, machine
 from flatlab.task.definition import Task
 from flatlab.task.grading import Score
+from flatlab.world import blocks
 from flatlab.world.blocks import extract_action
 from flatlab.world.episode import run_episode
 from helpers import (
@@ -36,6 +37,7 @@ from helpers import (
     python,
     slow,
     trained,
+    user_error,
 )
 from tasks import load_task
 
@@ -78,10 +80,11 @@ HEREDOCS = [
     "x=$(cat <<E\n```\nE\n)",
     'echo "$(cat <<E\n```\n"\nE\n)" <<< E',
     "(cat <<E)\n```\nE",
-    "echo `cat <<E\n```\nE\n`",
     "cat <<''\n```\n\nls",
     "# it's\necho $# a#b \\' <<E\n```\nE",
     "echo \"it's \\\" $((1<<4))\" $'\\'' <<E\n```\nE",
+    "shopt -s extglob\nrm !(a)\ncat <<E\n```\nE",
+    "let x=1<<4 y=2<<3\n```\n4\n3",
     'python - <<\'E\'\nx = """\n```json\n{}\n```\n"""\nE',
 ]
 # The next fence closes the block: nothing in it is an open heredoc.
@@ -89,7 +92,8 @@ NO_HEREDOCS = [
     "cat > a <<'EOF'\nx\nEOF\npython a",
     "echo $((1<<4)) $(( (1<<2) << (3) )) $[1<<4]",
     "((x=1<<4)); for ((i=0; i<1<<4; i++)); do ls; done",
-    'let x=1<<4 y=2<<3; let "x = 1 << EOF"',
+    'let "x = 1 << EOF"',
+    "echo `cat <<E",  # bash looks for the other backquote first
     "a[1<<4]=3",
     "cat <<< EOF; cat <<<EOF",
     "echo '<<EOF' \"<<EOF\" \\<\\<EOF $'\\'<<EOF'",
@@ -109,6 +113,9 @@ REJECTED = [
     (block("ls") + "\n<think>\n" + block("rm"), "2 code blocks"),
     (block("cat <<E\nx\n E"), "not closed: the heredoc <<E "),
     (block("cat <<E\na\\\nE"), "not closed: the heredoc"),
+    (block("let x=1<<4"), "not closed: the heredoc <<4 "),
+    (block(f"cat <<E\n{'x' * 100_000}\nE"), "at most 100000 bytes"),
+    (block("cat <<E\n```\nE\n" * 200), "more than 100 fences"),
     ("```\ncat <<E\n```\n", "not closed: the heredoc"),
     ("so\n```bash\ncat <<E\n</think>\nI give up.", "no ```bash"),
 ]
@@ -144,6 +151,25 @@ def test_any_multi_line_text_survives_in_a_heredoc():
         assert extract_action(f"Text.\n{block(command)}\nMore.") == command, body
 
 
+def test_bash_reads_a_block_and_runs_nothing(tmp_path, monkeypatch):
+    file = tmp_path / "ran"
+    (tmp_path / "rc").write_text(f"touch {file}")
+    for name in ("BASH_ENV", "ENV"):
+        monkeypatch.setenv(name, str(tmp_path / "rc"))
+    script = f"set +n; touch {file}; trap 'touch {file}' EXIT\ncat <<E\n$(touch {file})\n```\nE"
+    assert extract_action(block(script)) == script
+    assert not file.exists()
+    readme = "cat > a.md <<'EOF'\n" + "```\nx\n```\n" * 5000 + "EOF"
+    assert extract_action(block(readme)) == readme  # with two calls of bash
+
+
+def test_a_machine_without_bash_is_one_sentence(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    blocks.find_bash.cache_clear()
+    with user_error("bash is not on the PATH"):
+        env.open_tasks(TaskOptions(("titanic",)), LOCAL)
+
+
 def test_hostile_replies_raise_nothing_else_and_take_no_time():
     rng = random.Random(1)
     pieces = (
@@ -153,7 +179,7 @@ def test_hostile_replies_raise_nothing_else_and_take_no_time():
     texts = ["".join(rng.choices(pieces, k=rng.randrange(60))) for _ in range(3000)]
     for piece in ("<think>", "```bash\n", "<think></think>\n", "<<", "`"):
         texts.append(piece * 50_000)
-    for piece in ("a[", "<<E\n", '$("'):
+    for piece in ("a[", "<<E\n", '$("', "cat <<E\n```\nE\n", "<<E\n```\nE\n```\n```bash\n"):
         texts.append("```bash\n" + piece * 50_000)
     texts.append("```" + " " * 20_000 + "`")
     start = time.monotonic()

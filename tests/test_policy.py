@@ -101,7 +101,13 @@ def test_requests_that_arrive_together_begin_together(policy, monkeypatch):
         return await policy.sample(policy.render(CHAT), 1)
 
     async def go():
-        await asyncio.gather(*map(after, range(6)))
+        now = 0.0  # the clock of the loop, which stands still until all requests are there
+        asyncio.get_running_loop().time = lambda: now
+        requests = asyncio.gather(*map(after, range(6)))
+        while len(policy._futures) < 6 and not batches:
+            await asyncio.sleep(0)
+        now = 1.0
+        await requests
 
     monkeypatch.setattr(policy, "step_engine", counted)
     asyncio.run(go())

@@ -1,10 +1,15 @@
 """The action of a reply: the text of its one bash block.
 
-A block starts at a line ```bash and ends at the first closing fence that is not in a heredoc, so a
-heredoc may hold fences, as a README does.
+A block starts at a line ```bash and ends at the first closing fence at which bash itself reports no
+open here-document, so a here-document may hold fences, as a README does.
 """
 
+import functools
 import re
+import shutil
+import subprocess
+
+from flatlab.errors import UserError
 
 THOUGHT_ENDS = "</think>"
 FENCE = re.compile(r" {0,3}(`{3,})([^`]*)$")
@@ -12,22 +17,55 @@ FENCE = re.compile(r" {0,3}(`{3,})([^`]*)$")
 # direction, word joiner, byte order mark
 NO_WIDTH = dict.fromkeys([0xAD, *range(0x200B, 0x2010), *range(0x202A, 0x202F), 0x2060, 0xFEFF])
 SHELLS = ("bash", "sh", "shell")
-# The parts of a line of bash that matter here: quotes, brackets, and heredocs (dash, delimiter).
-# Escapes, here-strings, comments, `let x=1<<4` and indices match whole: nothing in them counts.
-CODE = re.compile(
-    r"""\\.|<<<|<<(-?)[ \t]*((?:\\.|'[^']*'|"[^"]*"|[^\s;&|<>()'"\\`])+)"""
-    r"""|(?<![^\s;&|()])(?:#.*|let(?:[ \t]+[^\s;&|'"<][^\s;&|'"]*)+)"""
-    r"""|[\w$]\[[^][]*\]|\$?\(\(?|\$?'|["`)]"""
+OPEN_HEREDOC = re.compile(
+    r"^[^`\n]*warning: here-document at line \d+ delimited by end-of-file "
+    r"\(wanted `([^\0]*?)'\)$",
+    re.MULTILINE,
 )
-IN_QUOTES = {
-    "'": re.compile("'"),
-    "$'": re.compile(r"\\.|'"),
-    '"': re.compile(r'\\.|\$\(\(?|["`]'),
-}
+# Limits of what bash reads for one reply
+SCRIPT_BYTES = 100_000
+CHECKS = 100
+CHECK_SECONDS = 10
+
+
+@functools.cache
+def find_bash() -> str:
+    """The path of bash on this machine. Raises UserError if there is none."""
+    path = shutil.which("bash")
+    if not path:
+        raise UserError("bash is not on the PATH: install it, it finds the end of a bash block.")
+    return path
+
+
+@functools.lru_cache(128)
+def open_heredoc(script: str) -> str | None:
+    """The delimiter of the first here-document that is still open at the end of the script.
+
+    bash parses the script and runs nothing (-n). Raises ValueError if the script is too long.
+    """
+    if "<<" not in script:
+        return None
+    text = script.replace("\0", "").encode(errors="replace")
+    if len(text) > SCRIPT_BYTES:
+        raise ValueError(f"A block with << may have at most {SCRIPT_BYTES} bytes.")
+    # extglob accepts the patterns of a script that turns it on itself.
+    options = ("--norc", "--noprofile", "-O", "extglob", "-n")
+    try:
+        done = subprocess.run(
+            [find_bash(), *options, "-c", text],
+            env={"LC_ALL": "C"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=CHECK_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        raise ValueError("bash needs too long to read the block.") from None
+    warning = OPEN_HEREDOC.search(done.stderr.decode(errors="replace"))
+    return warning[1] if warning else None
 
 
 class Block:
-    """A code block, read line by line. If it is bash, it knows the heredocs that are open."""
+    """A code block, read line by line."""
 
     def __init__(self, language: str, ticks: int, is_bash: bool):
         self.language = language
@@ -35,43 +73,20 @@ class Block:
         self.is_bash = is_bash
         self.lines = []
         self.is_closed = False
-        self.nesting = []  # open quotes and brackets
-        self.heredocs = []  # open ones: (dash, delimiter as it is written)
-        self.in_heredoc = False  # True if the next line is in a heredoc or ends one
-        self.is_joined = False  # True if a backslash joins the next line to the last one
+        self.heredoc = None  # delimiter of a here-document that is open, as far as is known
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
 
     def add(self, line: str) -> None:
         self.lines.append(line)
-        joins = (len(line) - len(line.rstrip("\\"))) % 2 == 1
-        if self.in_heredoc:
-            dash, word = self.heredocs[0]
-            delimiter = re.sub(r"""\\(.)|\$?['"]""", r"\1", word)
-            text = line.lstrip("\t") if dash else line
-            if text == delimiter and not self.is_joined:
-                self.heredocs.pop(0)
-            self.is_joined = joins and delimiter == word  # a quoted heredoc joins none
-            self.in_heredoc = bool(self.heredocs)
-        elif self.is_bash:
-            bracket = self.add_code(line)
-            self.is_joined = joins
-            self.in_heredoc = self.heredocs and not joins and bracket not in IN_QUOTES
+        if line.lstrip("\t") == self.heredoc:
+            self.heredoc = None  # the next check tells
 
-    def add_code(self, line: str) -> str:
-        """Returns what is open at the end of the line: a quote, a bracket, or ""."""
-        position = 0
-        while True:
-            inner = self.nesting[-1] if self.nesting else ""
-            match = IN_QUOTES.get(inner, CODE).search(line, position)
-            if not match:
-                return inner
-            position = match.end()
-            token = match[0]
-            if token == inner[-1:].replace("(", ")"):
-                self.nesting.pop()
-            elif token.lstrip("$")[0] in "('\"`":
-                self.nesting += [token] * max(1, token.count("("))
-            elif match.lastindex and not any("((" in bracket for bracket in self.nesting):
-                self.heredocs.append(match.groups())
+    def check(self) -> None:
+        """Asks bash for an open here-document."""
+        self.heredoc = open_heredoc(self.text)
 
 
 def extract_action(reply: str) -> str:
@@ -93,29 +108,39 @@ def extract_action(reply: str) -> str:
     [block] = shells
     if block is not blocks[-1]:
         raise ValueError("There are several code blocks in the reply; write one.")
-    if block.in_heredoc:
-        word = block.heredocs[0][1][:20]
-        raise ValueError(f"The ``` block is not closed: the heredoc <<{word} in it does not end.")
     if not block.is_closed:
+        block.check()
+        if block.heredoc is not None:
+            word = block.heredoc[:20]
+            raise ValueError(
+                f"The ``` block is not closed: the heredoc <<{word} in it does not end."
+            )
         raise ValueError(
             "The ``` block is not closed; it may have been cut off at the length limit."
         )
-    action = "\n".join(block.lines)
-    if not action.strip():
+    if not block.text.strip():
         raise ValueError("The block is empty.")
-    return action
+    return block.text
 
 
 def find_blocks(text: str, shells: tuple = SHELLS) -> list[Block]:
     """The code blocks of the text. One that is followed by a fence with a language is not closed.
 
-    shells: languages of the blocks whose heredocs may hold fences.
+    shells: languages of the blocks whose here-documents may hold fences. Raises ValueError if bash
+    would have to look at too much.
     """
     blocks = []
+    checks = 0
     for line in text.split("\n"):
         fence = FENCE.match(line.translate(NO_WIDTH))
         block = blocks[-1] if blocks and not blocks[-1].is_closed else None
-        if block and (block.in_heredoc or not fence or len(fence[1]) < block.ticks):
+        may_close = fence and block and len(fence[1]) >= block.ticks
+        if may_close and block.is_bash and block.heredoc is None:
+            checks += 1
+            if checks > CHECKS:
+                raise ValueError(f"There are more than {CHECKS} fences and heredocs in the reply.")
+            block.check()
+        if block and (not may_close or block.heredoc is not None):
             block.add(line)
         elif block and not fence[2].strip():
             block.is_closed = True
@@ -134,7 +159,7 @@ def without_thought(reply: str) -> str:
     reply = reply.replace("\r\n", "\n")
     for text in (reply, reply.partition(THOUGHT_ENDS)[2]):
         blocks = find_blocks(text)
-        inside = "\n".join(blocks[-1].lines) if blocks and blocks[-1].is_closed else ""
+        inside = blocks[-1].text if blocks and blocks[-1].is_closed else ""
         if inside.count(THOUGHT_ENDS) == text.count(THOUGHT_ENDS):
             break
     else:
