@@ -972,7 +972,7 @@ def check(capsys, monkeypatch, *flags):
 def test_the_task_of_the_documentation_is_checked(folder, capsys, monkeypatch):
     code, out, _ = check(capsys, monkeypatch, "median")
     assert code == 0
-    assert "the first number                      2.0000         0.80" in out
+    assert "the first number                      2.0000         0.80    0.80" in out
     assert out.endswith("as far as these rules tell\n")
     assert len(list((folder / "../../cache/flatlab/sanity").glob("*.json"))) == 1
 
@@ -1001,7 +1001,7 @@ def test_a_task_without_a_rule_that_has_a_score(folder, capsys, monkeypatch):
     change(folder / "task.yaml", "data: [", "data: [sample_answer.txt, ")
     _, out, _ = check(capsys, monkeypatch, "median")
     assert "answer.txt is not a number" in out
-    assert out.endswith("\n\nNo rule has a score: give the task a `trivial:` one.\n")
+    assert out.endswith("\n\nNo trivial rule scores: add one under `trivial:` in task.yaml.\n")
 
 
 def test_a_damaged_task_is_listed(folder, capsys, monkeypatch):
@@ -1025,3 +1025,23 @@ def test_the_reward_of_the_bridges_is_that_of_training():
     assert value_of(None) == grpo.NO_SUBMISSION
     for value in (-3.47, -0.5, 0.0, 0.7, 4.0):
         assert min(1, value_of(value)) == grpo.continuous(value, [])
+
+
+def test_one_score_far_above_the_reference_does_not_buy_a_mean():
+    task = SimpleNamespace(baseline=0.5, higher_is_better=True, reference=0.505)
+    lucky = [improvement(1.0, task)] + [None] * 63
+    assert statistics.fmean(map(value_of, lucky)) < -0.9
+    assert [value_of(x) for x in (1.0, 2.0, 4.0)] == [1.0, 1.5, 1.75]  # more is always better
+    assert value_of(1e90) <= 2
+
+
+def test_a_reference_within_the_noise_of_the_baseline_is_told(folder, capsys, monkeypatch):
+    change(
+        folder / "evaluate.py", 'json.dumps({"distance"', 'json.dumps({"stderr": 4.9, "distance"'
+    )
+    _, out, _ = check(capsys, monkeypatch, "median")
+    assert "warning" not in out
+    change(folder / "evaluate.py", '"stderr": 4.9', '"stderr": 5.0')
+    grading.grades.clear()
+    _, out, _ = check(capsys, monkeypatch, "median")
+    assert "The reference 0 is within two standard errors (5 each) of the baseline 10" in out
