@@ -107,6 +107,7 @@ def lists(task_yaml, **names):
         ({"data": "raw"}, "mkdir -p raw/empty; touch raw/x", "folder .*raw/empty is empty"),
         ({"data": "raw"}, "mkdir raw; ln -s no raw/x", r"raw/x is missing \(a link to nothing\)"),
         ({"data": "raw"}, "mkdir raw; ln -s .. raw/up", "raw/up leads back"),
+        ({"data": "a/raw"}, "ln -s ../../b a/raw/l; ln -s ../a b/l", "a/raw/l/l leads back"),
         ({"data": "raw"}, "mkdir raw; ln -s x raw/x", "raw/x is missing"),
         ({"data": "raw"}, "mkdir raw; mkfifo raw/pipe", "pipe is neither a file nor a folder"),
         ({"data": "pipe"}, "mkfifo pipe", "pipe is neither a file nor a folder"),
@@ -480,6 +481,12 @@ def test_mlgym_folders_as_artefacts(mlgym, tmp_path):
     assert score_of(task, tmp_path / "a", files) == (4, "")
     message = "there is no configuration (*.yaml)"
     assert score_of(task, tmp_path / "c", bare) == (None, message)
+
+
+def test_mlgym_a_hidden_file_that_is_not_there(mlgym):
+    change(mlgym / "configs/tasks/mine.yaml", "[key.csv]", "[key.csv, keys.csv]")
+    with user_error("mine hides keys.csv, but no file"):
+        load_task("mine", mlgym)
 
 
 def test_mlgym_task_of_the_user(mlgym):
@@ -1002,6 +1009,14 @@ def test_a_task_without_a_rule_that_has_a_score(folder, capsys, monkeypatch):
     _, out, _ = check(capsys, monkeypatch, "median")
     assert "answer.txt is not a number" in out
     assert out.endswith("\n\nNo trivial rule scores: add one under `trivial:` in task.yaml.\n")
+
+
+def test_a_large_file_that_only_its_owner_may_read_is_copied(folder):
+    (folder / "numbers.txt").write_bytes(b"1" * (17 << 20))
+    (folder / "numbers.txt").chmod(0o600)
+    box = open_sandbox(load_task("median"), LOCAL_BOX)
+    assert "data/numbers.txt" not in box.premounted
+    box.close()
 
 
 def test_a_damaged_task_is_listed(folder, capsys, monkeypatch):
