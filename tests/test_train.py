@@ -4,12 +4,10 @@ is one reply between two waits.
 
 import asyncio
 import gc
-import shutil
 import signal
 import threading
 from collections import Counter
-from itertools import count, product
-from pathlib import Path
+from itertools import count
 
 import pytest
 
@@ -18,8 +16,8 @@ import grpo
 from flatlab.files import read_rows
 from flatlab.train import checkpoint, job, metrics
 from flatlab.world.episode import in_thread
-from helpers import slow, user_error
-from training import episodes_of, one_reply, randomise, result_of, versions_of, waiting_reply
+from helpers import slow
+from training import episodes_of, randomise, result_of, versions_of, waiting_reply
 
 
 @pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 3])
@@ -185,45 +183,3 @@ def test_an_iterator_without_a_next_value_in_a_thread_ends_the_run():
     for waits in (in_thread, job.in_trainer):
         with pytest.raises(RuntimeError, match="no next value"):
             asyncio.run(asyncio.wait_for(waits(next, iter(())), 10))
-
-
-# Files of a run -> what a resumed run says of a damaged one; "": it uses an older checkpoint
-STEP_1, STEP_0 = "checkpoints/000001", "checkpoints/000000"
-FILES = {
-    f"{STEP_1}/trainer.pt": "",
-    f"{STEP_1}/adapter_model.safetensors": "",
-    f"{STEP_1}/trainer.pt {STEP_0}/trainer.pt": "No older checkpoint is whole",
-    "untrained/adapter_model.safetensors": "untrained",
-    "best/adapter_model.safetensors": "best",
-    "best/evaluation.json": "evaluation.json",
-    "config.yaml": "config.yaml",
-    "result.json": "result.json",
-}
-WAYS = {
-    "truncated": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
-    "empty": lambda path: path.write_bytes(b""),
-    "garbage": lambda path: path.write_bytes(b"\x80\x04 garbage" * 20),
-    "missing": lambda path: path.unlink(),
-}
-HARMLESS = [("missing", "config.yaml"), ("missing", "result.json")]  # they are written again
-
-
-def test_a_damaged_file_of_a_run_is_a_sentence_or_an_older_checkpoint(play, capsys):
-    options = {"episode": one_reply, "eval_episodes": 2, "eval_every": 5}
-    play(steps=2, **options)
-    for (way, damage), (files, said) in product(WAYS.items(), FILES.items()):
-        if (way, files) in HARMLESS:
-            continue
-        name = f"{way}-{files.replace('/', '-')}"
-        shutil.copytree("logs/a", f"logs/{name}")
-        for file in files.split():
-            damage(Path("logs", name, file))
-        capsys.readouterr()
-        if said:
-            with user_error(said) as caught:
-                play(name=name, steps=3, **options)
-            assert "\n" not in str(caught.value) and len(str(caught.value)) < 700, name
-        else:
-            rows = play(name=name, steps=3, **options)
-            assert [row["step"] for row in rows] == [0, 1, 2], name
-            assert "000001 is skipped" in capsys.readouterr().out, name

@@ -212,7 +212,7 @@ def read_own(read, file: Path, **options):
     try:
         return read(file, **options)
     except UserError as error:
-        raise UserError(f"{error} {WAY_OUT}") from None
+        raise UserError(f"{str(error).rstrip('.')}. {WAY_OUT}") from None
 
 
 def begin_run(cfg, digests: list[str], model, is_finished, where=None, **cell):
