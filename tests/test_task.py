@@ -749,8 +749,9 @@ def check_before_a_run(task):
 @pytest.mark.parametrize(
     "old, new, said",
     [
-        (",selection,", ",selectoin,", "rows of the part selectoin"),
-        (",selection,", ",test,", "no score on the selection part: .*no row of the part selection"),
+        (",selection,", ",selectoin,", "no row has the part selection; the parts are selectoin"),
+        (",selection,", ",test,", "no row has the part selection"),
+        (",test,0", ",spare,0", "rows of the part spare.*add it to `splits`"),
         (",test,", ",", "line 3 has 2 values, not id, part and target"),
     ],
 )
@@ -776,6 +777,48 @@ def test_a_metric_is_known_with_its_direction(titanic_copy, metric, up, said):
         check_before_a_run(load_task("titanic"))
 
 
+@pytest.mark.parametrize("given", ["--metric, r2", "--metrics, accuracy", "--metric, accuracy, 1"])
+def test_the_grader_gets_the_metric_of_the_task(titanic_copy, given):
+    change(titanic_copy / "task.yaml", "--metric, accuracy, --labels, 0, 1", given)
+    with user_error("titanic needs `grader_args: .--metric, accuracy.`"):
+        check_before_a_run(load_task("titanic"))
+
+
+@pytest.mark.parametrize(
+    "metric, values, said",
+    [
+        ("log_loss", "yn", "answers.csv of task titanic: an answer must be 0 or 1 for log_loss"),
+        ("roc_auc", "12", "must be 0 or 1 for roc_auc"),
+        ("rmse", "1x", "an answer must be a finite number"),
+        ("quadratic_kappa", ["1", "1.5"], "an answer must be a whole number"),
+        ("r2", "33", "r2 needs different answers in the part validation"),
+        ("roc_auc", "11", "roc_auc needs different answers"),
+    ],
+)
+def test_answers_that_a_metric_cannot_use(titanic_copy, metric, values, said):
+    file = titanic_copy / "task.yaml"
+    up = str(grade_csv.METRICS[metric][-1]).lower()
+    text = file.read_text().replace("accuracy, --labels, 0, 1", metric)
+    text = text.replace("metric: accuracy", f"metric: {metric}").replace(": true", f": {up}", 1)
+    file.write_text(re.sub("reference: .*", "", text))
+    rows = ["id,part,survived"]
+    rows += [f"{i},{('validation', 'selection', 'test')[i % 3]},{values[i % 2]}" for i in range(12)]
+    (titanic_copy / "answers.csv").write_text("\n".join(rows))
+    with user_error(said):
+        check_before_a_run(load_task("titanic"))
+    (titanic_copy / "answers.csv").write_text("\n".join([*rows, rows[-1]]))
+    with user_error("answers.csv of task titanic: id 11 is there twice"):
+        check_before_a_run(load_task("titanic"))
+
+
+def test_a_constant_is_trivial_for_its_metric(tmp_path):
+    lines = ["id,x,y"] + [f"{i},{i},{int(i % 4 == 0)}" for i in range(40)]
+    write(tmp_path, {"train.csv": "\n".join(lines), "test.csv": "id,x\n500,1\n"})
+    files = tmp_path / "train.csv", tmp_path / "test.csv"
+    assert "always 0.25" in dict(csv_rules(*files, is_number=True))
+    assert [*dict(csv_rules(*files))][:2] == ["always 0", "always 1"]
+
+
 def test_the_metrics_are_those_of_scikit_learn():
     from sklearn import metrics
 
@@ -799,7 +842,9 @@ def test_the_metrics_are_those_of_scikit_learn():
             predicted = [value / 3 for value in predicted]  # with ties, 0 and 1
         assert ours(truth, predicted) == pytest.approx(theirs[name](truth, predicted)), name
         assert grade_csv.standard_error(ours, truth, predicted) > 0
-        assert not wrong("0.5", ()) and wrong("1e999", ["1"])
+        assert not wrong("1", ()) and wrong("1e999", ["1"])
+        wants_label = wrong in (grade_csv.wrong_label, grade_csv.wrong_rating)
+        assert bool(wrong("0.5", ["1"])) == wants_label
 
 
 def test_labels_that_are_numbers_are_compared_as_numbers(tmp_path):
