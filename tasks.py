@@ -22,7 +22,7 @@ from flatlab.task.machine import open_sandbox, resolve_backend
 from flatlab.task.mledojo import load_mledojo, mledojo_names
 from flatlab.task.mlgym import load_mlgym, mlgym_names
 from flatlab.task.sanity import check_grader, degenerate, sanity_file, trivial_rules
-from flatlab.task.value import improvement
+from flatlab.task.value import improvement, value_of
 
 AT_THE_TOP = 0.98  # improvement of a trivial rule that leaves no room above it
 
@@ -67,8 +67,9 @@ def find_tasks(
 def print_row(task: Task, name: str, score: float | None, note: str = "") -> None:
     numbers = f"{'-':>12}"
     if score is not None:
-        numbers = f"{score:12.4f}{improvement(score, task):13.2f}"
-    print(f"{name:32}{numbers:25}  {note}".rstrip())
+        reached = improvement(score, task)
+        numbers = f"{score:12.4f}{reached:13.2f}{value_of(reached):8.2f}"
+    print(f"{name:32}{numbers:33}  {note}".rstrip())
 
 
 def check(task: Task, options: SandboxOptions) -> None:
@@ -82,17 +83,19 @@ def check(task: Task, options: SandboxOptions) -> None:
     check_grader(task, make_sandbox)
     split = task.splits[0]
     print(f"{task.name} ({task.source}): {task.metric}, {task.direction}, on the {split} part\n")
-    print(f"{'':32}{'score':>12}{'improvement':>13}")
+    print(f"{'':32}{'score':>12}{'improvement':>13}{'value':>8}")
     print_row(task, "baseline", task.baseline)
     if task.reference is not None:
         print_row(task, "reference", task.reference)
-    verdict = "No rule has a score: give the task a `trivial:` one."
+    verdict = "No trivial rule scores: add one under `trivial:` in task.yaml."
     reason = None
+    errors = {}  # distance of a rule's score to the baseline -> standard error
     for rule, artefacts in trivial_rules(task):
         score = grade(task, artefacts, split, make_sandbox)
         print_row(task, rule, score.value, f"{score.message} {score.grader_output}")
         if score.valid:
             verdict = "not degenerate, as far as these rules tell"
+            errors[abs(score.value - task.baseline)] = score.stderr or 0.0
             at_the_top = improvement(score.value, task) >= AT_THE_TOP
             if at_the_top and task.reference is not None and not reason:
                 reason = f"the rule {rule!r} scores {score.value:.4g}"
@@ -100,6 +103,14 @@ def check(task: Task, options: SandboxOptions) -> None:
     if reason := degenerate(task):
         verdict = f"degenerate: {reason}"
     print(f"\n{verdict}")
+    if errors and task.reference is not None:
+        error = errors[min(errors)]
+        if abs(task.reference - task.baseline) <= 2 * error:
+            print(
+                f"warning  The reference {task.reference:g} is within two standard errors "
+                f"({error:.2g} each) of the baseline {task.baseline:g}: an improvement of 1 can be "
+                "chance."
+            )
     hidden = {content_key(file): path for path, file in task.hidden.items() if file.stat().st_size}
     for path, file in task.public.items():
         if same := hidden.get(content_key(file)):

@@ -479,14 +479,14 @@ def test_expected_best_is_the_mean_over_all_draws():
 
 
 def test_values_and_their_summary_by_hand(task):
-    assert [value_of(x) for x in (None, -3.0, -0.5, 2.0)] == [-1.0, -1.0, -0.5, 2.0]
+    assert [value_of(x) for x in (None, -3.0, -0.5, 2.0)] == [-1.0, -1.0, -0.5, 1.5]
     assert unit(replace(task, baseline=0.0, reference=None)) == 1.0
     assert unit(replace(task, baseline=-4.0, reference=None, higher_is_better=False)) == -4.0
-    some = summary([0.5, None, 1.5, -3.0], task)  # a unit is 0.2, the baseline 0.6
+    some = summary([0.5, None, 2.0, -3.0], task)  # a unit is 0.2, the baseline 0.6
     assert (some["value_mean"], some["valid_share"]) == (0.0, 0.75)
-    assert some["score_mean"] == pytest.approx((0.7 + 0.9 + 0.0) / 3)
+    assert some["score_mean"] == pytest.approx((0.7 + 1.0 + 0.0) / 3)
     assert some["score_best_of_8"] is None
-    assert summary_text(some, "accuracy").endswith("75% valid, accuracy 0.5333 ± 0.2728")
+    assert summary_text(some, "accuracy").endswith("75% valid, accuracy 0.5667 ± 0.2963")
     best = summary([0.5] * 8, task)
     assert best["score_best_of_8"] == pytest.approx(0.7)
     text = "value +0.5000 ± 0.0000, 100% valid, score 0.7000 ± 0.0000, best of 8: 0.7000"

@@ -107,6 +107,7 @@ def lists(task_yaml, **names):
         ({"data": "raw"}, "mkdir -p raw/empty; touch raw/x", "folder .*raw/empty is empty"),
         ({"data": "raw"}, "mkdir raw; ln -s no raw/x", r"raw/x is missing \(a link to nothing\)"),
         ({"data": "raw"}, "mkdir raw; ln -s .. raw/up", "raw/up leads back"),
+        ({"data": "a/raw"}, "ln -s ../../b a/raw/l; ln -s ../a b/l", "a/raw/l/l leads back"),
         ({"data": "raw"}, "mkdir raw; ln -s x raw/x", "raw/x is missing"),
         ({"data": "raw"}, "mkdir raw; mkfifo raw/pipe", "pipe is neither a file nor a folder"),
         ({"data": "pipe"}, "mkfifo pipe", "pipe is neither a file nor a folder"),
@@ -482,6 +483,12 @@ def test_mlgym_folders_as_artefacts(mlgym, tmp_path):
     assert score_of(task, tmp_path / "c", bare) == (None, message)
 
 
+def test_mlgym_a_hidden_file_that_is_not_there(mlgym):
+    change(mlgym / "configs/tasks/mine.yaml", "[key.csv]", "[key.csv, keys.csv]")
+    with user_error("mine hides keys.csv, but no file"):
+        load_task("mine", mlgym)
+
+
 def test_mlgym_task_of_the_user(mlgym):
     task = load_task("mine", mlgym)
     assert (task.metric, task.higher_is_better, task.baseline) == ("mae", False, 3)
@@ -742,8 +749,9 @@ def check_before_a_run(task):
 @pytest.mark.parametrize(
     "old, new, said",
     [
-        (",selection,", ",selectoin,", "rows of the part selectoin"),
-        (",selection,", ",test,", "no score on the selection part: .*no row of the part selection"),
+        (",selection,", ",selectoin,", "no row has the part selection; the parts are selectoin"),
+        (",selection,", ",test,", "no row has the part selection"),
+        (",test,0", ",spare,0", "rows of the part spare.*add it to `splits`"),
         (",test,", ",", "line 3 has 2 values, not id, part and target"),
     ],
 )
@@ -769,6 +777,48 @@ def test_a_metric_is_known_with_its_direction(titanic_copy, metric, up, said):
         check_before_a_run(load_task("titanic"))
 
 
+@pytest.mark.parametrize("given", ["--metric, r2", "--metrics, accuracy", "--metric, accuracy, 1"])
+def test_the_grader_gets_the_metric_of_the_task(titanic_copy, given):
+    change(titanic_copy / "task.yaml", "--metric, accuracy, --labels, 0, 1", given)
+    with user_error("titanic needs `grader_args: .--metric, accuracy.`"):
+        check_before_a_run(load_task("titanic"))
+
+
+@pytest.mark.parametrize(
+    "metric, values, said",
+    [
+        ("log_loss", "yn", "answers.csv of task titanic: an answer must be 0 or 1 for log_loss"),
+        ("roc_auc", "12", "must be 0 or 1 for roc_auc"),
+        ("rmse", "1x", "an answer must be a finite number"),
+        ("quadratic_kappa", ["1", "1.5"], "an answer must be a whole number"),
+        ("r2", "33", "r2 needs different answers in the part validation"),
+        ("roc_auc", "11", "roc_auc needs different answers"),
+    ],
+)
+def test_answers_that_a_metric_cannot_use(titanic_copy, metric, values, said):
+    file = titanic_copy / "task.yaml"
+    up = str(grade_csv.METRICS[metric][-1]).lower()
+    text = file.read_text().replace("accuracy, --labels, 0, 1", metric)
+    text = text.replace("metric: accuracy", f"metric: {metric}").replace(": true", f": {up}", 1)
+    file.write_text(re.sub("reference: .*", "", text))
+    rows = ["id,part,survived"]
+    rows += [f"{i},{('validation', 'selection', 'test')[i % 3]},{values[i % 2]}" for i in range(12)]
+    (titanic_copy / "answers.csv").write_text("\n".join(rows))
+    with user_error(said):
+        check_before_a_run(load_task("titanic"))
+    (titanic_copy / "answers.csv").write_text("\n".join([*rows, rows[-1]]))
+    with user_error("answers.csv of task titanic: id 11 is there twice"):
+        check_before_a_run(load_task("titanic"))
+
+
+def test_a_constant_is_trivial_for_its_metric(tmp_path):
+    lines = ["id,x,y"] + [f"{i},{i},{int(i % 4 == 0)}" for i in range(40)]
+    write(tmp_path, {"train.csv": "\n".join(lines), "test.csv": "id,x\n500,1\n"})
+    files = tmp_path / "train.csv", tmp_path / "test.csv"
+    assert "always 0.25" in dict(csv_rules(*files, is_number=True))
+    assert [*dict(csv_rules(*files))][:2] == ["always 0", "always 1"]
+
+
 def test_the_metrics_are_those_of_scikit_learn():
     from sklearn import metrics
 
@@ -792,7 +842,9 @@ def test_the_metrics_are_those_of_scikit_learn():
             predicted = [value / 3 for value in predicted]  # with ties, 0 and 1
         assert ours(truth, predicted) == pytest.approx(theirs[name](truth, predicted)), name
         assert grade_csv.standard_error(ours, truth, predicted) > 0
-        assert not wrong("0.5", ()) and wrong("1e999", ["1"])
+        assert not wrong("1", ()) and wrong("1e999", ["1"])
+        wants_label = wrong in (grade_csv.wrong_label, grade_csv.wrong_rating)
+        assert bool(wrong("0.5", ["1"])) == wants_label
 
 
 def test_labels_that_are_numbers_are_compared_as_numbers(tmp_path):
@@ -972,7 +1024,7 @@ def check(capsys, monkeypatch, *flags):
 def test_the_task_of_the_documentation_is_checked(folder, capsys, monkeypatch):
     code, out, _ = check(capsys, monkeypatch, "median")
     assert code == 0
-    assert "the first number                      2.0000         0.80" in out
+    assert "the first number                      2.0000         0.80    0.80" in out
     assert out.endswith("as far as these rules tell\n")
     assert len(list((folder / "../../cache/flatlab/sanity").glob("*.json"))) == 1
 
@@ -1001,7 +1053,15 @@ def test_a_task_without_a_rule_that_has_a_score(folder, capsys, monkeypatch):
     change(folder / "task.yaml", "data: [", "data: [sample_answer.txt, ")
     _, out, _ = check(capsys, monkeypatch, "median")
     assert "answer.txt is not a number" in out
-    assert out.endswith("\n\nNo rule has a score: give the task a `trivial:` one.\n")
+    assert out.endswith("\n\nNo trivial rule scores: add one under `trivial:` in task.yaml.\n")
+
+
+def test_a_large_file_that_only_its_owner_may_read_is_copied(folder):
+    (folder / "numbers.txt").write_bytes(b"1" * (17 << 20))
+    (folder / "numbers.txt").chmod(0o600)
+    box = open_sandbox(load_task("median"), LOCAL_BOX)
+    assert "data/numbers.txt" not in box.premounted
+    box.close()
 
 
 def test_a_damaged_task_is_listed(folder, capsys, monkeypatch):
@@ -1025,3 +1085,23 @@ def test_the_reward_of_the_bridges_is_that_of_training():
     assert value_of(None) == grpo.NO_SUBMISSION
     for value in (-3.47, -0.5, 0.0, 0.7, 4.0):
         assert min(1, value_of(value)) == grpo.continuous(value, [])
+
+
+def test_one_score_far_above_the_reference_does_not_buy_a_mean():
+    task = SimpleNamespace(baseline=0.5, higher_is_better=True, reference=0.505)
+    lucky = [improvement(1.0, task)] + [None] * 63
+    assert statistics.fmean(map(value_of, lucky)) < -0.9
+    assert [value_of(x) for x in (1.0, 2.0, 4.0)] == [1.0, 1.5, 1.75]  # more is always better
+    assert value_of(1e90) <= 2
+
+
+def test_a_reference_within_the_noise_of_the_baseline_is_told(folder, capsys, monkeypatch):
+    change(
+        folder / "evaluate.py", 'json.dumps({"distance"', 'json.dumps({"stderr": 4.9, "distance"'
+    )
+    _, out, _ = check(capsys, monkeypatch, "median")
+    assert "warning" not in out
+    change(folder / "evaluate.py", '"stderr": 4.9', '"stderr": 5.0')
+    grading.grades.clear()
+    _, out, _ = check(capsys, monkeypatch, "median")
+    assert "The reference 0 is within two standard errors (5 each) of the baseline 10" in out

@@ -12,10 +12,12 @@ from html import unescape
 from pathlib import Path
 from statistics import stdev
 
+import numpy as np
 import pytest
 
 import viz
 from flatlab.runs import store, trackers
+from flatlab.task.value import value_of
 from flatlab.tree.nodes import COLUMNS
 from flatlab.view import page, plots, reader, tables
 from helpers import (
@@ -330,13 +332,13 @@ def test_two_training_runs_are_compared_in_pairs_with_their_uncertainty(tmp_path
     """Both are far from certain, but the same seeds are 0.5 better in all cases but one. One unit
     of value is 0.2 of score.
     """
-    first = trained(tmp_path / "a", scores=(0.5, 0.7, 0.9, None))
-    second = trained(tmp_path / "b", scores=(0.6, 0.8, 1.0, None), lr=1.0)
+    first = trained(tmp_path / "a", scores=(0.4, 0.5, 0.7, None))
+    second = trained(tmp_path / "b", scores=(0.5, 0.6, 0.8, None), lr=1.0)
     better, worse = rows(first, second)
     assert (better["run"], worse["run"]) == ("b", "a")
-    values = (-0.5, 0.5, 1.5, -1)
-    assert worse["value"] == f"+0.1250 ± {stdev(values) / 2:.4f}"
-    assert worse["score"] == f"0.7000 ± {stdev((0.5, 0.7, 0.9)) / 3**0.5:.4f}"
+    values = (-1.0, -0.5, 0.5, -1)
+    assert worse["value"] == f"-0.5000 ± {stdev(values) / 2:.4f}"
+    assert worse["score"] == f"0.5333 ± {stdev((0.4, 0.5, 0.7)) / 3**0.5:.4f}"
     assert worse["difference"] == f"-0.3750 ± {stdev((0.5, 0.5, 0.5, 0)) / 2:.4f} (4 paired)"
     assert better["of"] == "best adapter, validation"
     assert (better["valid"], better["faults"]) == ("75%", 2)
@@ -410,7 +412,7 @@ def test_several_tasks_have_a_common_value_and_no_score(tmp_path):
     scale = {"task": "titanic digits", "metric": "value", "baseline": 0.0, "reference": 1.0}
     run = trained(tmp_path / "a", scores=(1.6, None), result=scale)
     [row] = rows(run)
-    assert (row["value"], row["score"]) == ("+2.0000 ± 3.0000", "-")
+    assert (row["value"], row["score"]) == ("+0.4000 ± 1.4000", "-")
     assert tables.table([run]).startswith("titanic digits, training\n")
     [path] = page.draw([run, run], tmp_path)
     assert path.name == "compare-training-titanic+digits.png"
@@ -549,6 +551,12 @@ def test_the_mean_of_an_evaluation_is_never_cut(tmp_path):
     assert axis.child_axes  # the scores
     several = evaluated(tmp_path / "b", (0.8,), task="titanic digits", metric="value")
     assert not plots.draw_panels([group_of(several)]).axes[0].child_axes
+
+
+def test_the_axis_of_values_and_the_one_of_improvements_are_inverse():
+    reached = np.array([-3.0, 0.0, 1.0, 1.5, 40.0])
+    assert plots.value_axis(reached)[1:] == pytest.approx([value_of(x) for x in reached[1:]])
+    assert plots.improvement_axis(plots.value_axis(reached)) == pytest.approx(reached)
 
 
 def test_a_node_below_the_lowest_value_is_said_to_be(tmp_path):

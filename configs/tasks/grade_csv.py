@@ -27,6 +27,10 @@ class Invalid(Exception):
     """The submission cannot be graded. The agent reads the text."""
 
 
+class Broken(Exception):
+    """The arguments or answers.csv cannot be used. The author of the task reads the text."""
+
+
 def accuracy(truth, predicted):
     """Share of equal values."""
     return sum(a == b for a, b in zip(truth, predicted)) / len(truth)
@@ -89,8 +93,9 @@ def quadratic_kappa(truth, predicted):
     """1 - squared error / its expectation for shuffled predictions (Cohen's kappa with quadratic
     weights).
     """
-    expected = statistics.fmean((a - b) ** 2 for a in truth for b in predicted)
-    return 1 - squared_error(truth, predicted) / len(truth) / expected
+    one, other = statistics.fmean(truth), statistics.fmean(predicted)
+    spread = sum((a - one) ** 2 for a in truth) + sum((b - other) ** 2 for b in predicted)
+    return 1 - squared_error(truth, predicted) / (spread + len(truth) * (one - other) ** 2)
 
 
 def roc_auc(truth, predicted):
@@ -136,20 +141,43 @@ def standard_error(metric, truth, predicted):
     return statistics.stdev(found)
 
 
-def read_answers(split):
-    """(name of the target, {id: (part, value)}), all as text. Ends the grader, with a sentence for
-    the user, if the file is damaged or has no row of this part.
-    """
-    with open("answers.csv", newline="", encoding="utf-8") as file:
+def read_answers(path="answers.csv"):
+    """(name of the target, {id: (part, value)}), all as text. Raises Broken."""
+    with open(path, newline="", encoding="utf-8") as file:
         rows = list(csv.reader(file))
+    answers = {}
     for number, row in enumerate(rows, 1):
         if len(row) != 3:
-            sys.exit(f"answers.csv: line {number} has {len(row)} values, not id, part and target")
-    answers = {key: (part, value) for key, part, value in rows[1:]}
-    parts = sorted({part for part, _ in answers.values()})
-    if split not in parts:
-        sys.exit(f"answers.csv has no row of the part {split}; its parts: {', '.join(parts)}")
-    return rows[0][2], answers
+            raise Broken(f"line {number} has {len(row)} values, not id, part and target")
+        key, part, value = row
+        if key in answers:
+            raise Broken(f"id {key} is there twice")
+        answers[key] = part, value
+    if len(answers) < 2:
+        raise Broken("there are no rows")
+    target = answers.pop(rows[0][0])[1]
+    return target, answers
+
+
+def check_answers(name, labels, answers, splits):
+    """Raises Broken if the metric cannot be computed on each of these parts."""
+    if name not in METRICS:
+        raise Broken(f"unknown metric {name!r}; there are {', '.join(METRICS)}")
+    metric, wrong, _ = METRICS[name]
+    found = {split: set() for split in splits}
+    for key, (part, value) in answers.items():
+        reason = wrong(value, labels)
+        if metric in (roc_auc, log_loss) and number_of(value) not in (0, 1):
+            reason = "must be 0 or 1"
+        if reason:
+            raise Broken(f"an answer {reason} for {name}, but that of id {key} is not")
+        found.setdefault(part, set()).add(value)
+    for split in splits:
+        if not found[split]:
+            used = ", ".join(sorted({part for part, _ in answers.values()}))
+            raise Broken(f"no row has the part {split}; the parts are {used}")
+        if metric in (r2, roc_auc, quadratic_kappa) and len(set(map(float, found[split]))) < 2:
+            raise Broken(f"{name} needs different answers in the part {split}")
 
 
 def read_rows():
@@ -171,7 +199,7 @@ def wrong_label(value, labels):
     if not labels or value in labels or same_labels(labels, {0: value})[0] in labels:
         return None
     *most, last = labels
-    return f"must be {', '.join(most)} or {last}"
+    return f"must be {', '.join(most)} or {last}" if most else f"must be {last}"
 
 
 def wrong_number(value, _):
@@ -180,6 +208,14 @@ def wrong_number(value, _):
         if abs(float(value)) < LARGEST:  # not nan
             return None
     return f"must be a finite number below {LARGEST:g} in size"
+
+
+def wrong_rating(value, _):
+    """Returns a sentence about a wrong value, or None."""
+    with suppress(ValueError):
+        if float(value).is_integer() and abs(float(value)) < LARGEST:
+            return None
+    return "must be a whole number"
 
 
 def wrong_probability(value, _):
@@ -195,7 +231,7 @@ METRICS = {  # function, check of a value, whether higher is better
     "balanced_accuracy": (balanced_accuracy, wrong_label, True),
     "f1_macro": (f1_macro, wrong_label, True),
     "r2": (r2, wrong_number, True),
-    "quadratic_kappa": (quadratic_kappa, wrong_number, True),
+    "quadratic_kappa": (quadratic_kappa, wrong_rating, True),
     "roc_auc": (roc_auc, wrong_number, True),
     "rmse": (rmse, wrong_number, False),
     "mae": (mae, wrong_number, False),
@@ -231,8 +267,12 @@ def main():
     name = sys.argv[2]
     labels = sys.argv[4:-2]
     split = sys.argv[-1]
+    try:
+        target, answers = read_answers()
+        check_answers(name, labels, answers, [split])
+    except Broken as error:
+        sys.exit(f"answers.csv: {error}")
     metric, wrong, _ = METRICS[name]
-    target, answers = read_answers(split)
     try:
         predicted = read_submission(target, set(answers), lambda value: wrong(value, labels))
     except Invalid as error:

@@ -10,12 +10,12 @@ from pathlib import Path
 from flatlab.errors import UserError
 
 
-def tree_files(path: Path, place: str, hint: str) -> dict[str, Path]:
+def tree_files(path: Path, place: str, hint: str, above: tuple = ()) -> dict[str, Path]:
     """Maps workspace paths to the files at `path`, a file or a folder, which go to `place`. Links
     are followed. Bytecode beside its source is left out.
 
     Raises UserError, which ends with the hint, for what is missing, empty, unreadable, a link in a
-    circle, or neither a file nor a folder.
+    circle, or neither a file nor a folder. above: the real folders that lead here.
     """
     try:
         is_folder = path.is_dir()
@@ -32,13 +32,13 @@ def tree_files(path: Path, place: str, hint: str) -> dict[str, Path]:
     if not names:
         raise UserError(f"The folder {path} is empty; {hint}.")
     real = Path(os.path.realpath(path))
+    if any(folder.is_relative_to(real) for folder in above):
+        raise UserError(f"The link {path} leads back to a folder that holds it; {hint}.")
     files = {}
     for name in names:
         child = path / name
-        if child.is_symlink() and real.is_relative_to(os.path.realpath(child)):
-            raise UserError(f"The link {child} leads back to its own folder; {hint}.")
         if not is_bytecode(child):
-            files |= tree_files(child, f"{place}/{name}", hint)
+            files |= tree_files(child, f"{place}/{name}", hint, (*above, real))
     return files
 
 

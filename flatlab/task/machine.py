@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -63,9 +64,11 @@ def open_sandbox(task: Task, options: SandboxOptions, seed: int = 0, **limits) -
             mounted = task.fixed
             image = prepared
     else:
-        # A file that is mounted could not be removed, so an artefact is never mounted.
+        # A file that is mounted could not be removed, so an artefact is never mounted. It keeps its
+        # permissions, too: one that the agent's user could not read is copied.
         for path, file in task.fixed.items():
-            if file.stat().st_size > MOUNT_BYTES:
+            facts = file.stat()
+            if facts.st_size > MOUNT_BYTES and facts.st_mode & stat.S_IROTH:
                 mounted[path] = file
     try:
         box = Sandbox(

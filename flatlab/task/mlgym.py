@@ -56,7 +56,10 @@ def load_mlgym(root: Path, name: str) -> Task:
     files = joined(name, *parts)
     hidden = {}
     for pattern in ["evaluate.py", *spec.get("hidden", [])]:
-        for path in fnmatch.filter(files, pattern):
+        found = fnmatch.filter(files, pattern)
+        if not found and pattern != "evaluate.py":
+            raise UserError(f"Task {name} hides {pattern}, but no file in its workspace is that.")
+        for path in found:
             hidden[path] = files.pop(path)
     requirements = None
     if not spec.get("use_generic_conda", True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import runpy
 from collections.abc import Iterator
 from contextlib import suppress
@@ -55,26 +54,45 @@ def check_grader(task: Task, make_sandbox) -> None:
 
 
 def check_table(task: Task) -> None:
-    """Raises UserError if grade_csv.py does not know the metric or has the other direction, or if
-    it would leave out rows, because the task has no such part.
+    """Raises UserError if grade_csv.py does not know the metric or has the other direction, if it
+    cannot grade a part, or if it would leave out rows, because the task has no such part.
     """
-    if "grade_csv.py" not in task.hidden or "answers.csv" not in task.hidden:
+    rules = table_rules(task)
+    if not rules:
         return
-    metrics = runpy.run_path(str(task.hidden["grade_csv.py"]))["METRICS"]
+    metrics = rules["METRICS"]
     if task.metric not in metrics:
         known = nearest(task.metric, sorted(metrics))
         raise UserError(f"Task {task.name}: unknown metric {task.metric!r}; {known}.")
     if metrics[task.metric][-1] != task.higher_is_better:
         word = str(not task.higher_is_better).lower()
         raise UserError(f"Task {task.name}: {task.metric} needs `higher_is_better: {word}`.")
-    with open(task.hidden["answers.csv"], newline="", encoding="utf-8") as file:
-        rows = [*csv.reader(file)][1:]
-    unused = {row[1] for row in rows if len(row) == 3} - {*task.splits}
+    given = task.grader[3:-2]  # what task.yaml has as grader_args
+    if given[:2] != ("--metric", task.metric) or given[2:3] not in ((), ("--labels",)):
+        raise UserError(
+            f"Task {task.name} needs `grader_args: [--metric, {task.metric}]`, and after that "
+            "--labels with the labels, if only these are allowed."
+        )
+    labels = given[3:]
+    try:
+        answers = rules["read_answers"](task.hidden["answers.csv"])[1]
+        rules["check_answers"](task.metric, labels, answers, task.splits)
+    except (rules["Broken"], ValueError) as error:  # ValueError: no UTF-8
+        raise UserError(f"answers.csv of task {task.name}: {error}.") from None
+    unused = {part for part, _ in answers.values()} - {*task.splits}
     if unused:
         raise UserError(
             f"answers.csv of task {task.name} has rows of the part {min(unused)}, but the splits "
             f"are {', '.join(task.splits)}: add it to `splits` in task.yaml, or remove the rows."
         )
+
+
+def table_rules(task: Task) -> dict:
+    """The names in configs/tasks/grade_csv.py; {} if the task has another grader."""
+    if "grade_csv.py" not in task.hidden or "answers.csv" not in task.hidden:
+        return {}
+    names = runpy.run_path(str(task.hidden["grade_csv.py"]))
+    return names if "check_answers" in names else {}  # a grader of the user with this name
 
 
 def trivial_rules(task: Task) -> Iterator[tuple[str, dict[str, bytes]]]:
@@ -95,11 +113,21 @@ def trivial_rules(task: Task) -> Iterator[tuple[str, dict[str, bytes]]]:
         # These are no tables (pandas' own errors), or pandas is missing (integrations/verifiers).
         with suppress(ValueError, ImportError):
             files = map(task.public.get, tables)
-            for name, text in csv_rules(*files):
+            for name, text in csv_rules(*files, is_number=predicts_numbers(task)):
                 yield name, {first: text.encode()}
 
 
-def csv_rules(*files: Path) -> Iterator[tuple[str, str]]:
+def predicts_numbers(task: Task) -> bool | None:
+    """Returns whether the mean and the median are the constants of the metric, and not the most
+    frequent answers. None: unknown.
+    """
+    if rules := table_rules(task):
+        check = rules["METRICS"][task.metric][1]
+        return check in (rules["wrong_number"], rules["wrong_probability"])
+    return None
+
+
+def csv_rules(*files: Path, is_number: bool | None = None) -> Iterator[tuple[str, str]]:
     """Yields the name and the submission of constants, and of a small tree on the best column.
 
     files: train.csv and test.csv. The target is the column that only train.csv has, the id is the
@@ -115,7 +143,9 @@ def csv_rules(*files: Path) -> Iterator[tuple[str, str]]:
     target = targets[0]
     truth = train[target]
     numbers = pandas.to_numeric(truth, errors="coerce")
-    is_number = numbers.notna().all() and numbers.nunique() > FEW
+    if is_number is None:
+        is_number = numbers.nunique() > FEW
+    is_number = is_number and numbers.notna().all()
     constants = truth.value_counts().index[:3]
     if is_number:
         truth = numbers

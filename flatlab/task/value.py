@@ -1,10 +1,12 @@
 """The value of an episode or node: the one number that selects, ranks, is compared in pairs and
 heads every table.
 
-    value = max(-1, improvement), and -1 without a valid submission
+    value = max(-1, improvement) up to the reference, 2 - 1 / improvement above it,
+            and -1 without a valid submission
 
 A fault has no value: it is left out and counted. Because no value is below that of a failure,
-failing never pays, also where a policy is below the baseline.
+failing never pays, also where a policy is below the baseline. Above the reference the value still
+grows, but stays below 2, so that one submission cannot outweigh many failures in a mean.
 
 A `task` is anything with baseline, higher_is_better and reference.
 """
@@ -40,7 +42,9 @@ def score_at(improvement: float, task) -> float:
 
 def value_of(improvement: float | None) -> float:
     """The value of an episode or node. improvement: None without a valid submission."""
-    return WORST if improvement is None else max(WORST, improvement)
+    if improvement is None:
+        return WORST
+    return max(WORST, improvement) if improvement <= 1 else 2 - 1 / improvement
 
 
 def summary(improvements: list[float | None], task=None) -> dict:
@@ -59,7 +63,8 @@ def summary(improvements: list[float | None], task=None) -> dict:
     }
     if task:
         scores = [score_at(x, task) for x in valid]
-        best = expected_best(BEST_OF, values) if valid else None
+        reached = [WORST if x is None else max(WORST, x) for x in improvements]
+        best = expected_best(BEST_OF, reached) if valid else None
         result["score_mean"] = fmean(scores) if scores else None
         result["score_stderr"] = standard_error(scores)
         result[f"score_best_of_{BEST_OF}"] = None if best is None else score_at(best, task)

@@ -179,6 +179,16 @@ def so_far(run: RunData):
     return values[1:].expanding().mean()
 
 
+def value_axis(improvement):
+    """value_of for an array, without its lower bound."""
+    return np.where(improvement <= 1, improvement, 2 - 1 / np.maximum(1, improvement))
+
+
+def improvement_axis(value):
+    """The inverse of value_axis; the margin of a picture may reach beyond 2."""
+    return np.where(value <= 1, value, 1 / np.maximum(1e-3, 2 - value))
+
+
 def draw_nodes(axis, groups: list[RunGroup]) -> None:
     """Nodes or episodes without the faults: a mark for each valid one, a cross at the lower edge
     for a failure, and a line for the best one so far, of an evaluation for the mean so far.
@@ -194,7 +204,7 @@ def draw_nodes(axis, groups: list[RunGroup]) -> None:
             values = series(one.rows, "improvement")  # of the valid ones
             if (values < WORST).any():
                 marks = "cross: failed, at -1: that or less"
-            axis.plot(numbers, np.maximum(WORST, values), markersize=2, **look)
+            axis.plot(numbers, np.maximum(WORST, value_axis(values)), markersize=2, **look)
             failed = numbers[[row["outcome"] == "failed" for row in one.rows]]
             look |= {"marker": "x", "transform": axis.get_xaxis_transform()}
             # the layout would take an empty line for one at the lower left corner of the figure
@@ -212,8 +222,9 @@ def draw_nodes(axis, groups: list[RunGroup]) -> None:
         ylabel=UNITS["value"],
     )
     if run.result["metric"] != "value":  # that of several tasks
-        convert = (lambda value: score_at(value, run)), (lambda score: improvement(score, run))
-        right = axis.secondary_yaxis("right", functions=convert)
+        to_score = lambda value: score_at(improvement_axis(value), run)  # noqa: E731
+        to_value = lambda score: value_axis(improvement(score, run))  # noqa: E731
+        right = axis.secondary_yaxis("right", functions=(to_score, to_value))
         right.set_ylabel(shorten(run.result["metric"], 40))
 
 

@@ -50,8 +50,8 @@ def load_harbor(folder: Path) -> Task:
     refuse(folder, spec)
     hidden = tree_files(folder / "tests", ".flatlab/tests", "a Harbor task has its tests there")
     if (folder / "environment").is_dir():  # a Dockerfile may copy it into the image
-        context = tree_files(folder / "environment", "", "")
-        refuse_overlap(folder.name, context.values(), hidden.values())
+        context = [path for path in (folder / "environment").rglob("*") if path.is_file()]
+        refuse_overlap(folder.name, context, hidden.values())
     hidden[".flatlab/grade.py"] = Path(__file__).with_name("grade.py")
     image, workdir = foreign_image(
         folder / "environment",
