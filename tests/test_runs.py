@@ -572,6 +572,7 @@ def test_a_closed_pipe_is_no_traceback_also_during_a_search():
 
 def test_a_wrong_key_of_wandb_is_one_sentence(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
+    wandb.teardown()  # settings of earlier tests
     monkeypatch.setenv("WANDB_API_KEY", "wrong-key")
     with user_error("^--trackers wandb: "):
         trackers.open_wandb(SimpleNamespace(dir=tmp_path, config={}))
