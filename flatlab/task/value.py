@@ -42,9 +42,17 @@ def score_at(improvement: float, task) -> float:
 
 def value_of(improvement: float | None) -> float:
     """The value of an episode or node. improvement: None without a valid submission."""
-    if improvement is None:
-        return WORST
-    return max(WORST, improvement) if improvement <= 1 else 2 - 1 / improvement
+    return WORST if improvement is None else max(WORST, bounded(improvement))
+
+
+def bounded(improvement: float) -> float:
+    """The value before its lower bound: below 2, and increasing."""
+    return improvement if improvement <= 1 else 2 - 1 / improvement
+
+
+def unbounded(value: float) -> float:
+    """The inverse of bounded(); that of 2 and above, which only axes have, is 1000."""
+    return value if value <= 1 else 1 / max(1e-3, 2 - value)
 
 
 def summary(improvements: list[float | None], task=None) -> dict:

@@ -42,7 +42,8 @@ def resume(
     step, folder, rows, job.best = job.ranks.first(found)
     job.step = step + 1
     if folder:
-        restore(policy, optimizer, folder)
+        if not job.run:  # rank 0 has loaded it
+            restore(policy, optimizer, folder)
         job.say(f"resumed after step {step} from {folder}")
     job.ranks.broadcast(policy.parameters())
     return rows

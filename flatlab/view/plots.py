@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from flatlab.task.value import WORST, improvement, score_at
+from flatlab.task.value import WORST, bounded, improvement, score_at, unbounded
 from flatlab.train.metrics import evaluation_columns
 from flatlab.view.reader import NOUNS, RunData, score_text
 
@@ -179,14 +179,9 @@ def so_far(run: RunData):
     return values[1:].expanding().mean()
 
 
-def value_axis(improvement):
-    """value_of for an array, without its lower bound."""
-    return np.where(improvement <= 1, improvement, 2 - 1 / np.maximum(1, improvement))
-
-
-def improvement_axis(value):
-    """The inverse of value_axis; the margin of a picture may reach beyond 2."""
-    return np.where(value <= 1, value, 1 / np.maximum(1e-3, 2 - value))
+# For the arrays of an axis
+value_axis = np.vectorize(bounded, otypes=[float])
+improvement_axis = np.vectorize(unbounded, otypes=[float])
 
 
 def draw_nodes(axis, groups: list[RunGroup]) -> None:
@@ -289,13 +284,12 @@ def draw_tree(run: RunData, link: str = "#"):
             edge = {"color": "black", "linewidth": 2, "zorder": 2.5}
         corner = (start[0], y)
         axis.plot(*zip(start, corner, (x, y)), **edge)
-        kind = shorten(row["op"], 20)
+        marks[shorten(row["op"], 20)] = row["mark"]
         if row["outcome"] == "valid":
             shade = scale | {"c": [values[number]], "edgecolors": "black"}
         else:
             shade = {"c": "white", "edgecolors": GREY}
         axis.scatter(x, y, s=28, zorder=3, marker=row["mark"], urls=[link + id], **shade)
-        marks[kind] = axis.scatter([], [], c=GREY, marker=row["mark"], label=kind)
         # an SVG drops spaces at the start of a text, but not \xa0
         room = int((width - id.count(".") * indent) / LETTER) - 6
         axis.text(x, y, f"\xa0  {shorten(line_of(row), room)}", va="center")
@@ -304,7 +298,8 @@ def draw_tree(run: RunData, link: str = "#"):
     axis.set(xlim=(-0.1, TREE_WIDTH), ylim=(0.5 - min(LINES, len(rows)), 1.5), title=title)
     shades = axis.scatter([], [], c=[], **scale)
     figure.colorbar(shades, label="value", aspect=40, pad=0.01, fraction=0.05)
-    figure.legend(handles=[*marks.values()], loc="outside lower center", ncols=6)
+    handles = [axis.scatter([], [], c=GREY, marker=mark, label=op) for op, mark in marks.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=6)
     return figure
 
 
