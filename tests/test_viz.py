@@ -35,7 +35,10 @@ from helpers import (
     user_error,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_provenance")
+pytestmark = [
+    pytest.mark.usefixtures("quick_provenance"),
+    pytest.mark.filterwarnings("error::RuntimeWarning"),  # else it stands between the lines
+]
 
 
 # ------------------------------------------------------------------ views

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from flatlab.task.value import WORST, bounded, improvement, score_at, unbounded
+from flatlab.task.value import WORST, bounded, improvement, score_at, unbounded, value_of
 from flatlab.train.metrics import evaluation_columns
 from flatlab.view.reader import NOUNS, RunData, score_text
 
@@ -199,7 +199,8 @@ def draw_nodes(axis, groups: list[RunGroup]) -> None:
             values = series(one.rows, "improvement")  # of the valid ones
             if (values < WORST).any():
                 marks = "cross: failed, at -1: that or less"
-            axis.plot(numbers, np.maximum(WORST, value_axis(values)), markersize=2, **look)
+            marked = [np.nan if np.isnan(x) else value_of(x) for x in values]
+            axis.plot(numbers, marked, markersize=2, **look)
             failed = numbers[[row["outcome"] == "failed" for row in one.rows]]
             look |= {"marker": "x", "transform": axis.get_xaxis_transform()}
             # the layout would take an empty line for one at the lower left corner of the figure
