@@ -589,17 +589,18 @@ def test_the_full_form_tells_requests_the_limits_and_what_is_left(select, worker
 
 
 @pytest.mark.parametrize(
-    "budget, reply, stopped",
+    "budget, reply, status",
     [
-        ({"tokens": 5}, "No block at all.", "tokens"),
-        slow({"minutes": 0.03}, "```bash\nsleep 60\n```", "minutes"),
+        ({"tokens": 5}, "No block at all.", "stopped"),
+        slow({"minutes": 0.03}, "```bash\nsleep 60\n```", "time_limit"),
     ],
 )
-def test_a_budget_ends_a_node_that_is_running(budget, reply, stopped):
+def test_a_budget_ends_a_node_that_is_running(budget, reply, status):
     begin = time.monotonic()
     t = real_tree(FakePolicy(reply), nodes=5, **budget)
     assert len(rows(t)) == len(turns_of(t)) == 1
-    has(t, stopped_by=stopped)
+    assert rows(t)[0]["status"] == status
+    has(t, stopped_by=next(iter(budget)))
     assert time.monotonic() - begin < 30
 
 

@@ -63,7 +63,7 @@ class Node:
     stderr: float | None = None  # its standard error, if the grader gives one
     improvement: float | None = None  # see flatlab/task/value.py; None: failed
     valid: bool = False
-    status: str = ""  # of the episode, or validated, stopped; fault: the sandbox broke twice
+    status: str = ""  # of its episode; fault: the sandbox broke twice
     error: str = ""
     grader_output: str = ""  # see Score; no prompt may hold it
     code: dict = field(default_factory=dict)  # file name -> text
@@ -204,7 +204,7 @@ class Tree:
 
     def record(self, node: Node, episode: Episode) -> None:
         """Ends a node: copies what came of its episode into it, and writes both to the disk."""
-        node.status = status_of(episode)
+        node.status = episode.status
         score = episode.score
         node.valid = bool(score and score.valid)
         if node.valid:
@@ -307,14 +307,6 @@ def code_in(files: bytes, task: Task) -> dict[str, str]:
             if name not in task.public or text != task.public[name].read_bytes():
                 code[readable(name)] = text.decode(errors="replace")
     return code
-
-
-def status_of(episode: Episode) -> str:
-    """The episode's status; "validated" or "stopped" if NodeEnv of search.py has ended it."""
-    last = episode.turns[-1]["status"] if episode.turns else ""
-    if episode.status == "submit" and last != "submit":
-        return "validated" if last == "validate" else "stopped"
-    return episode.status
 
 
 def error_of(episode: Episode) -> str:
