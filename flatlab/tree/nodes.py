@@ -130,7 +130,7 @@ class Tree:
         self.finished: list[Node] = []  # without the root, in order of completion
         self.requests: dict[str, asyncio.Future] = {}  # strategies for the children of a node
         self.node_ended = asyncio.Event()
-        result = run.results()
+        result = run.result
         # node id -> part -> score, stderr and error on a part that the search does not see
         self.hidden_scores: dict[str, dict] = result.get("hidden_scores", {})
         self.began: float | None = None  # clock of this process
@@ -218,7 +218,7 @@ class Tree:
         row = {name: getattr(node, name) for name in COLUMNS}
         self.run.log(row, "journal.jsonl")  # from here on it counts
         self.finished.append(node)
-        self.run.result(**results(self), status="running")
+        self.run.update_result(**results(self), status="running")
 
     def save(self, node: Node, episode: Episode) -> None:
         """Writes the transcript of a node."""
@@ -404,7 +404,7 @@ def open_trees(cfg, tasks: list, rule, path) -> tuple[list[Tree], Path]:
 
 def is_finished(run: Run, cfg) -> bool:
     """Returns whether a search has scored its best node and has nothing left of its budget."""
-    result = run.results()
+    result = run.result
     if result.get("status") != "finished":
         return False
     used = result["nodes"], result["tokens"], result["seconds"]
