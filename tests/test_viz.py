@@ -51,7 +51,7 @@ ROWS = [step_row(step, entropy=1.0, kl=0.01, logprob_diff_max=1e-6) for step in 
 def stored(folder, result=TRAINING, rows=ROWS, episodes=(), file="metrics.jsonl", **config):
     """A run with these rows, and with episodes by the names of their files."""
     run = store.open_run(folder, CONFIG | config, MADE_BY)
-    run.result(**TRAINING | result)
+    run.update_result(**TRAINING | result)
     for row in rows:
         run.log(row, file)
     for name, played in dict(episodes).items():
