@@ -71,7 +71,7 @@ async def evaluate(policy, tasks: list, numbers: list[int], cfg: Config, run) ->
     played = stored_episodes(run, tasks)
     start = time.monotonic()
     before = len(played)
-    earlier = run.results().get("seconds", 0)
+    earlier = run.result.get("seconds", 0)
 
     async def one(number: int) -> None:
         task = tasks[number % len(tasks)]
@@ -90,7 +90,7 @@ async def evaluate(policy, tasks: list, numbers: list[int], cfg: Config, run) ->
         spent = time.monotonic() - start
         statuses = [group.episodes[0].status for group in played.values()]
         if {*statuses} != {"fault"}:
-            run.result(**results(played, tasks), seconds=earlier + spent)
+            run.update_result(**results(played, tasks), seconds=earlier + spent)
         left = spent / (len(played) - before) * (len(numbers) - len(played))
         console.episode_made(group, len(played), len(numbers), left)
         if statuses[-3:] == ["fault"] * 3:
@@ -103,7 +103,7 @@ async def evaluate(policy, tasks: list, numbers: list[int], cfg: Config, run) ->
         for number in numbers:
             if number not in played:
                 together.create_task(one(number))
-    run.result(**results(played, tasks), status="finished")
+    run.update_result(**results(played, tasks), status="finished")
 
 
 def stored_episodes(run, tasks: list) -> dict[int, Group]:
@@ -138,7 +138,7 @@ SCRIPT = Path(__file__).stem  # a copy of this file makes runs of its own
 
 def is_finished(run, tasks: list, cfg: Config) -> bool:
     """Returns whether all episodes are played that can be."""
-    result = run.results()
+    result = run.result
     numbers = numbers_of(tasks, cfg, result.get("left_out", ()))
     return result.get("status") == "finished" and result["n"] + result["faults"] >= len(numbers)
 
@@ -196,7 +196,7 @@ def evaluate_model(cfg: Config, path, policy, roots: dict):
     if not run.finished:
         with store.recorded_end([run], run.dir):
             first = metrics.first_results(tasks, "evaluation")
-            run.result(
+            run.update_result(
                 **first | {"selected_on_test": False, "split": metrics.split_of(tasks)},
                 larger_is_better={task.name: task.higher_is_better for task in tasks},
                 left_out=left_out,
@@ -209,7 +209,7 @@ def evaluate_model(cfg: Config, path, policy, roots: dict):
                 policy = open_engine(cfg, path, cfg.seed, cfg.concurrency)
             if cfg.suite:
                 leave_out_long(policy, tasks, cfg, left_out)
-                run.result(left_out=left_out)
+                run.update_result(left_out=left_out)
             numbers = numbers_of(tasks, cfg, left_out)
             asyncio.run(evaluate(policy, tasks, numbers, cfg, run))
     console.outcome(run.dir)

@@ -614,7 +614,7 @@ async def begin(policy, optimizer, cfg: Config, job) -> list[dict]:
         if cfg.eval_episodes:
             result = await judge(policy, cfg, job, "before")
             if job.run:
-                job.run.result(before=result)
+                job.run.update_result(before=result)
                 job.run.track({"step": -1} | metrics.evaluation_columns(result))
             split = metrics.split_of(job.tasks)
             job.say(f"before training: {summary_text(result)} ({split}, N = {result['n']})")
@@ -631,7 +631,7 @@ async def finish(policy, cfg: Config, job) -> None:
         final = {"n": cfg.eval_episodes, "steps": job.step}
         final |= await checkpoint.compare(policy, play, job)
         best = final["best"]
-        job.result(final=final, value=best.get("test_value_mean", best["value_mean"]))
+        job.update_result(final=final, value=best.get("test_value_mean", best["value_mean"]))
     elif job.best:
         job.say(f"best/ of logs/{cfg.name} is the last adapter: nothing was evaluated")
     status = "finished"
@@ -641,7 +641,7 @@ async def finish(policy, cfg: Config, job) -> None:
             f"stopped: {job.stopped}. logs/{cfg.name}/best is the {which} adapter, that of step "
             f"{job.best['step']}: a new run starts from it with --model"
         )
-    job.result(status=status)
+    job.update_result(status=status)
 
 
 # ------------------------------------------------------------------------------ start
@@ -704,7 +704,7 @@ def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train) -
             where = f"logs/{own.name} after its last whole step"
             with store.recorded_end([run] if run else [], where):
                 if run:
-                    run.result(**metrics.first_results(job.tasks, "training"))
+                    run.update_result(**metrics.first_results(job.tasks, "training"))
                     console.banner(own, job.tasks, path, job.sandbox, run)
                 policy = policy or load_policy(policy_class, own, path, job)
                 policy.reset(own.seed)
@@ -717,7 +717,7 @@ def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train) -
     with_steps = [run.dir for run in runs if run.rows()]
     if len(with_steps) > 1:
         console.outcome(*with_steps)
-    stopped = [text for run in runs if (text := run.results()["status"]).startswith("stopped: ")]
+    stopped = [text for run in runs if (text := run.result["status"]).startswith("stopped: ")]
     if stopped and ranks.world == 1:
         sys.exit("\n".join(stopped))  # not with torchrun, which would restart a job that failed
 

@@ -307,12 +307,10 @@ class NodeEnv(env.Env):
         else:
             super().restart()
 
-    def step(self, reply, *arguments, **settings):
-        step = super().step(reply, *arguments, **settings)
-        cfg = self.tree.cfg
-        scored = step.score and step.score.valid
-        out_of_tokens = cfg.tokens is not None and self.tree.tokens() >= cfg.tokens
-        return replace(step, done=step.done or scored or out_of_tokens)
+    def ending(self, status, score):
+        limit = self.tree.cfg.tokens
+        out_of_tokens = limit is not None and self.tree.tokens() >= limit
+        return super().ending(status, score) or ("stopped" if out_of_tokens else "")
 
 
 async def play_node(t: Tree, node: Node, parents: list[Node]) -> tuple[Episode, bytes]:
@@ -400,7 +398,7 @@ def start(t: Tree, choice: Choice) -> Node:
 async def begin(t: Tree, policy) -> None:
     """Prepares a tree for its first node. policy: samples replies and strategies."""
     t.policy = policy
-    t.run.result(**results(t), degenerate=warning([t.task]), status="running")
+    t.run.update_result(**results(t), degenerate=warning([t.task]), status="running")
     if "limits" in t.prompts.uses["about"]:  # requests tell about the sandboxes
         async with env.Env(t.task, t.cfg.sandbox, t.seed) as world:
             await in_thread(world.restart)
@@ -442,7 +440,7 @@ async def close(t: Tree) -> None:
     t.chosen = await choose(t)
     if t.chosen.kept and len(t.task.splits) > 1:
         await hidden_value(t, t.chosen, t.task.splits[-1])
-    t.run.result(**results(t) | {"stopped_by": stopped_by, "status": "finished"})
+    t.run.update_result(**results(t) | {"stopped_by": stopped_by, "status": "finished"})
 
 
 async def choose(t: Tree) -> Node:
@@ -471,7 +469,7 @@ async def hidden_value(t: Tree, node: Node, split: str) -> float:
             score = await in_thread(world.score, split)
         error = score.grader_output or score.message
         parts[split] = {"score": score.value, "stderr": score.stderr, "error": error}
-        t.run.result(hidden_scores=t.hidden_scores)
+        t.run.update_result(hidden_scores=t.hidden_scores)
     found = parts[split]["score"]
     return value_of(None if found is None else improvement(found, t.task))
 

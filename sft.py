@@ -176,7 +176,7 @@ def imitate(policy, transcripts: list[dict], cfg: Config, run) -> None:
     if not episodes:
         raise UserError(f"--runs: no episode fits into --context {policy.context}.")
     print(f"imitate  {count(len(episodes), 'episode')}, {cfg.updates} updates", flush=True)
-    run.result(episodes=len(episodes))
+    run.update_result(episodes=len(episodes))
     job = TrainingRun(run=run)
     optimizer = policy.make_optimizer(cfg.lr)
     rows = checkpoint.resume(policy, optimizer, job)
@@ -190,7 +190,7 @@ def imitate(policy, transcripts: list[dict], cfg: Config, run) -> None:
         rows.append(row)
         console.update_made(rows, cfg.updates)
     checkpoint.save_adapter(policy, job, "best")
-    run.result(status="finished")
+    run.update_result(status="finished")
 
 
 # ------------------------------------------------------------------------------ start
@@ -211,11 +211,11 @@ def prepare(cfg: Config, path):
         return run, tasks, []
     transcripts = best_episodes(cfg, tasks)
     imitated = content_key(*map(replies_of, transcripts))
-    if run.rows() and run.results().get("imitated") != imitated:
+    if run.rows() and run.result.get("imitated") != imitated:
         raise UserError(
             f"The best episodes of --runs are others than those that {run.dir}/result.json names."
         )
-    run.result(imitated=imitated)
+    run.update_result(imitated=imitated)
     return run, tasks, transcripts
 
 
@@ -229,7 +229,7 @@ def main() -> None:
     for own, path, (run, tasks, transcripts) in zip(seeds, paths, prepared):
         if not run.finished:
             with store.recorded_end([run], f"{run.dir} after its last update"):
-                run.result(**metrics.first_results(tasks, "imitation"))
+                run.update_result(**metrics.first_results(tasks, "imitation"))
                 console.print_facts(own, tasks, path)
                 policy = policy or Policy(path, own.model, 0, 8, own.lora_rank)
                 policy.reset(own.seed)

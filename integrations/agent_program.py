@@ -195,7 +195,7 @@ async def play(env, policy, episode, options, history, command: str) -> str:
         sample = await or_end(policy.sample(tokens, limit, seed=seed))
         samples[sample.text] = sample
         turn["observation"] = join(parts[-1])
-        turn = turn_record(sample, Step("", False, None, "rejected", 0.0))  # until a command runs
+        turn = turn_record(sample, Step("", "", None, "rejected", 0.0))  # until a command runs
         episode.add(tokens, sample, turn)
         message = {"role": "assistant", "content": sample.text}
         choice = {"index": 0, "message": message, "finish_reason": sample.stop_reason}
@@ -213,8 +213,8 @@ async def play(env, policy, episode, options, history, command: str) -> str:
             left = max(1.0, deadline - time.monotonic())
             step = await or_end(in_thread(env.step, command, left, act_command))
         turn.update(step_record(step))
-        if step.done:
-            end("submit")
+        if step.ended:
+            end(step.ended)
         observation = history.cap(step.observation)
         return web.json_response({"observation": observation, "status": step.status})
 

@@ -156,7 +156,7 @@ def play(policy, tmp_path, monkeypatch):
         )
         config = {"task": list(cfg.tasks.task), "steps": cfg.steps}
         run = store.open_run(f"logs/{name}", config, MADE_BY)
-        run.result(**metrics.first_results(list(tasks), "training"))
+        run.update_result(**metrics.first_results(list(tasks), "training"))
         run.trackers += trackers
         try:
             asyncio.run(train(policy, cfg, TrainingRun(tasks=list(tasks), run=run)))

@@ -135,7 +135,7 @@ while True:
 
     class World(env.Env):
         def step(self, reply, timeout, act):
-            return env.Step("Go on.", False, None, "ok", 0.0, "")
+            return env.Step("Go on.", "", None, "ok", 0.0, "")
 
     usual = asyncio.run(play_once(World(TASK, LOCAL), policy, 5, **vars(OPTIONS)))
     assert episode.status == usual.status == "turn_limit"

@@ -96,7 +96,7 @@ def resumed(policy, damage):
     shutil.copytree(WHOLE, copy)
     damage(copy)
     config = {"task": ["titanic"], "steps": 9}
-    run = store.open_run(copy, config, MADE_BY, {"steps"}, lambda run: "no" in run.results())
+    run = store.open_run(copy, config, MADE_BY, {"steps"}, lambda run: "no" in run.result)
     job = TrainingRun(run=run)
     compared = ("untrained", "best")
     try:

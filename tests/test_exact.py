@@ -243,7 +243,7 @@ def test_a_search_says_exact_and_keeps_a_file_that_beats_the_reference(tmp_path)
     task = replace(load_task("erdosOverlap"), reference=0.49)
     t = Tree(task, "none", 0, cfg, run, search.SELECT[cfg.select])
     asyncio.run(search.search([t], model, 1))
-    result = run.results()
+    result = run.result
     assert result["value"] > 1
     assert grpo.REWARDS["continuous"](result["value"], None) == 1  # a reward stays in [-1, 1]
     assert (result["split"], result["exact"], result["selected_on_test"]) == ("exact", True, False)

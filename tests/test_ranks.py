@@ -382,7 +382,7 @@ def main(model: str, steps: str, scripts: str, ahead: str = "0") -> None:
         if ranks.rank == 0:
             config = {"task": ["titanic"], "steps": cfg.steps}
             job.run = open_run(f"logs/{name}", config, MADE_BY)
-        job.result(**metrics.first_results([TASK], "training"))
+        job.update_result(**metrics.first_results([TASK], "training"))
         asyncio.run(trains[name](policy, cfg, job))
 
 

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("quick_provenance")
 
 def opened(folder, makers=MADE_BY, **changes):
     def is_finished(run):
-        return run.results().get("status") == "finished"
+        return run.result.get("status") == "finished"
 
     return store.open_run(folder, CONFIG | changes, MADE_BY | makers, is_finished=is_finished)
 
@@ -73,15 +73,15 @@ def test_other_config_is_refused_with_the_difference(begun):
 def test_run_of_another_script_is_refused_without_reading_its_results(begun):
     own = dict.fromkeys("abcdefg", 1)
     with user_error("a: None there, 1 now; .* and 7 more.: choose another --name"):
-        store.open_run(begun, own, MADE_BY, is_finished=lambda run: run.results()["nodes"])
+        store.open_run(begun, own, MADE_BY, is_finished=lambda run: run.result["nodes"])
 
 
 def test_other_config_may_take_a_directory_without_a_step(tmp_path):
     run = opened(tmp_path, model="typo")
-    run.result(before={"mean": 0.5})
+    run.update_result(before={"mean": 0.5})
     run.truncate_after(-1)
     run.lock.close()
-    assert opened(tmp_path).results() == {}  # nothing of the other model's
+    assert opened(tmp_path).result == {}  # nothing of the other model's
 
 
 def test_second_writer_is_refused_and_lock_dies_with_its_process(tmp_path):
@@ -231,7 +231,7 @@ def test_an_unfinished_run_goes_on_with_other_code_and_is_marked(begun, capsys):
 
 def test_a_finished_run_of_the_same_makers_is_left_alone_and_that_of_others_is_refused(begun):
     run = opened(begun)
-    run.result(status="finished")
+    run.update_result(status="finished")
     run.lock.close()
     before = {path: path.read_bytes() for path in begun.glob("*.*")}
     run = opened(begun)
@@ -299,13 +299,13 @@ def full_disk(*_):
 
 def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(tmp_path, monkeypatch):
     run = opened(tmp_path)
-    run.result(status="running")
+    run.update_result(status="running")
     monkeypatch.setattr(files, "to_disk", full_disk)
     with pytest.raises(OSError, match="No space left"):
-        run.result(status="finished")
+        run.update_result(status="finished")
     with user_error("another"), store.recorded_end([run], tmp_path):  # no room to say so
         raise UserError("another")
-    assert run.results() == {"status": "running"}
+    assert run.result == files.read_mapping(tmp_path / "result.json") == {"status": "running"}
     assert not list(tmp_path.rglob(".tmp-*"))
 
 
@@ -328,7 +328,7 @@ def test_what_ended_a_run_is_one_sentence_here_and_in_its_result(
     tmp_path, capsys, error, code, status
 ):
     runs = [opened(tmp_path / name) for name in "ab"]
-    runs[1].result(status="finished")
+    runs[1].update_result(status="finished")
 
     def main():
         with store.recorded_end(runs, tmp_path):
@@ -342,8 +342,8 @@ def test_what_ended_a_run_is_one_sentence_here_and_in_its_result(
         assert printed.endswith("ZeroDivisionError: a bug\n") and "Group" not in printed
     elif code != 130:
         assert status.removeprefix("failed: ") in printed
-    assert runs[0].results()["status"].startswith(status)
-    assert runs[1].results()["status"] == "finished"
+    assert runs[0].result["status"].startswith(status)
+    assert runs[1].result["status"] == "finished"
 
 
 # ------------------------------------------------------------------ whole or absent
@@ -399,7 +399,7 @@ for step in itertools.count():
     with run.whole_directory("best") as folder:
         (folder / "a").write_bytes(b"x" * 5_000)
     run.log({"step": step})
-    run.result(step=step)
+    run.update_result(step=step)
 """.replace("MADE_BY", repr(MADE_BY))
 
 
@@ -423,7 +423,6 @@ def test_kill_9_leaves_only_whole_files(tmp_path, moment):
         assert run.rows()[0] == {"step": 0}
     for _, folder in run.checkpoints():
         assert [path.stat().st_size for path in folder.iterdir()] == [5_000] * 2
-    run.results()
     assert not [path for path in tmp_path.rglob(".*") if path.name != ".lock"]
 
 

@@ -171,7 +171,7 @@ def turns_of(t, number=0):
 
 def has(t, **expected):
     """Asserts that result.json has these values."""
-    found = t.run.results()
+    found = read_mapping(t.run.dir / "result.json")
     assert {key: found[key] for key in expected} == expected
 
 
@@ -299,7 +299,7 @@ def test_a_finished_tree_stays_as_it_is():
 
     tree = once_more()
     ended = {"tested_id": "0", "seconds": 61.0, "stopped_by": "minutes", "status": "finished"}
-    tree.run.result(**results(tree) | ended)
+    tree.run.update_result(**results(tree) | ended)
     assert once_more(nodes=3).closed
     assert read_mapping(tree.run.dir / "config.yaml")["nodes"] == tree.cfg.nodes
     tree = once_more(2.0)
@@ -566,7 +566,7 @@ def test_a_real_tree_inherits_files_but_not_artefacts_and_keeps_code():
     # files and variables came along, the artefact did not
     assert turns_of(t, child["order"])[0]["observation"] == "seen yes\ndata\nsolve.py"
     has(t, best_id="0.0")
-    found = t.run.results()
+    found = t.run.result
     assert min(found["test_score"], found["selection_score"]) > 0.7
     [[segment]] = segments_of(t.run.dir, "000000")
     sampled = sum(r >= 0 for r in segment["reply"])
@@ -589,17 +589,18 @@ def test_the_full_form_tells_requests_the_limits_and_what_is_left(select, worker
 
 
 @pytest.mark.parametrize(
-    "budget, reply, stopped",
+    "budget, reply, status",
     [
-        ({"tokens": 5}, "No block at all.", "tokens"),
-        slow({"minutes": 0.03}, "```bash\nsleep 60\n```", "minutes"),
+        ({"tokens": 5}, "No block at all.", "stopped"),
+        slow({"minutes": 0.03}, "```bash\nsleep 60\n```", "time_limit"),
     ],
 )
-def test_a_budget_ends_a_node_that_is_running(budget, reply, stopped):
+def test_a_budget_ends_a_node_that_is_running(budget, reply, status):
     begin = time.monotonic()
     t = real_tree(FakePolicy(reply), nodes=5, **budget)
     assert len(rows(t)) == len(turns_of(t)) == 1
-    has(t, stopped_by=stopped)
+    assert rows(t)[0]["status"] == status
+    has(t, stopped_by=next(iter(budget)))
     assert time.monotonic() - begin < 30
 
 

@@ -209,7 +209,7 @@ def main() -> None:
         run_directory(cfg.name),
         asdict(cfg),
         fingerprint(["", *(task.digest() for task in tasks)]),
-        is_finished=lambda run: run.results().get("status") == "finished",
+        is_finished=lambda run: run.result.get("status") == "finished",
     )
     if not run.finished:
         transcripts = []
@@ -218,7 +218,7 @@ def main() -> None:
             transcripts += [episode.to_dict() for episode in episodes]
             print(describe(name, episodes), file=sys.stderr, flush=True)
         run.save_episodes(0, transcripts)
-        run.result(status="finished", task=list(cfg.task))
+        run.update_result(status="finished", task=list(cfg.task))
     print(run.dir)
 
 

@@ -266,7 +266,7 @@ def open_run(
         for key in sorted({*old, *new} - {"name", *may_change})
         if old.get(key) != new.get(key)
     ]
-    run = Run(path, new, lock)
+    run = Run(path, new, lock, read_own(read_mapping, path / "result.json", default={}))
     run.finished = not differing and is_finished(run)  # which knows runs of its own script alone
     files = [*path.glob("*.jsonl"), *path.glob("episodes/[0-9]*.jsonl")]
     has_rows = any(b"\n" in file.read_bytes() for file in files)
@@ -284,6 +284,7 @@ def open_run(
             return run
     elif differing:
         (path / "result.json").unlink(missing_ok=True)  # no step was made: nothing to keep
+        run.result = {}
     new["fingerprint"] = plain(made_by | {"code": codes})
     # First, because a directory without it is not a run directory.
     text = yaml.safe_dump(new, sort_keys=False, allow_unicode=True)
@@ -327,6 +328,7 @@ class Run:
     dir: Path
     config: dict
     lock: object  # open file
+    result: dict  # the content of result.json
     finished: bool = False  # before this start: nothing is left to do
     trackers: list = field(default_factory=list)  # functions that get every row, see trackers.py
 
@@ -373,13 +375,11 @@ class Run:
             write_whole(self.dir / "episodes" / f"{name}.tokens.jsonl.gz", tokens)
         write_whole(self.dir / "episodes" / f"{name}.jsonl", "".join(map(json_line, episodes)))
 
-    def results(self) -> dict:
-        return read_own(read_mapping, self.dir / "result.json", default={})
-
-    def result(self, **fields):
+    def update_result(self, **fields):
         """Merges `fields` into result.json."""
-        merged = {**self.results(), **plain(fields)}
+        merged = self.result | plain(fields)
         write_whole(self.dir / "result.json", json.dumps(merged, indent=1, allow_nan=False) + "\n")
+        self.result = merged
 
     @contextmanager
     def whole_directory(self, name: str):
@@ -434,6 +434,6 @@ def recorded_end(runs: list, where):
                 print(f"\ninterrupted; the same command continues {where}", file=sys.stderr)
         for run in runs:
             with suppress(OSError):
-                if run.results().get("status") != "finished":
-                    run.result(status=status)
+                if run.result.get("status") != "finished":
+                    run.update_result(status=status)
         raise

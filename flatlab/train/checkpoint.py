@@ -149,7 +149,7 @@ def keep_best(policy, job, result: dict) -> None:
     if metrics.better(result, job.best):
         job.best = result
         save_adapter(policy, job, "best", result)
-        job.result(best=result)
+        job.update_result(best=result)
 
 
 async def compare(policy, evaluate: Callable, job) -> dict:
@@ -194,7 +194,7 @@ def is_finished(run, steps: int, n: int = 0) -> bool:
 
     Raises UserError if there are steps, but no checkpoint to go on from.
     """
-    result = run.results()
+    result = run.result
     status = result.get("status", "")
     made = len(run.rows())
     if made and not run.checkpoints():

@@ -180,10 +180,10 @@ class TrainingRun:
         if self.ranks.rank == 0:
             print(text, flush=True)
 
-    def result(self, **fields) -> None:
+    def update_result(self, **fields) -> None:
         """Merges the fields into result.json."""
         if self.run:
-            self.run.result(**fields)
+            self.run.update_result(**fields)
 
 
 def mismatch(name: str, other: str) -> UserError:

@@ -63,7 +63,7 @@ class Node:
     stderr: float | None = None  # its standard error, if the grader gives one
     improvement: float | None = None  # see flatlab/task/value.py; None: failed
     valid: bool = False
-    status: str = ""  # of the episode, or validated, stopped; fault: the sandbox broke twice
+    status: str = ""  # of its episode; fault: the sandbox broke twice
     error: str = ""
     grader_output: str = ""  # see Score; no prompt may hold it
     code: dict = field(default_factory=dict)  # file name -> text
@@ -130,7 +130,7 @@ class Tree:
         self.finished: list[Node] = []  # without the root, in order of completion
         self.requests: dict[str, asyncio.Future] = {}  # strategies for the children of a node
         self.node_ended = asyncio.Event()
-        result = run.results()
+        result = run.result
         # node id -> part -> score, stderr and error on a part that the search does not see
         self.hidden_scores: dict[str, dict] = result.get("hidden_scores", {})
         self.began: float | None = None  # clock of this process
@@ -204,7 +204,7 @@ class Tree:
 
     def record(self, node: Node, episode: Episode) -> None:
         """Ends a node: copies what came of its episode into it, and writes both to the disk."""
-        node.status = status_of(episode)
+        node.status = episode.status
         score = episode.score
         node.valid = bool(score and score.valid)
         if node.valid:
@@ -218,7 +218,7 @@ class Tree:
         row = {name: getattr(node, name) for name in COLUMNS}
         self.run.log(row, "journal.jsonl")  # from here on it counts
         self.finished.append(node)
-        self.run.result(**results(self), status="running")
+        self.run.update_result(**results(self), status="running")
 
     def save(self, node: Node, episode: Episode) -> None:
         """Writes the transcript of a node."""
@@ -307,14 +307,6 @@ def code_in(files: bytes, task: Task) -> dict[str, str]:
             if name not in task.public or text != task.public[name].read_bytes():
                 code[readable(name)] = text.decode(errors="replace")
     return code
-
-
-def status_of(episode: Episode) -> str:
-    """The episode's status; "validated" or "stopped" if NodeEnv of search.py has ended it."""
-    last = episode.turns[-1]["status"] if episode.turns else ""
-    if episode.status == "submit" and last != "submit":
-        return "validated" if last == "validate" else "stopped"
-    return episode.status
 
 
 def error_of(episode: Episode) -> str:
@@ -412,7 +404,7 @@ def open_trees(cfg, tasks: list, rule, path) -> tuple[list[Tree], Path]:
 
 def is_finished(run: Run, cfg) -> bool:
     """Returns whether a search has scored its best node and has nothing left of its budget."""
-    result = run.results()
+    result = run.result
     if result.get("status") != "finished":
         return False
     used = result["nodes"], result["tokens"], result["seconds"]

@@ -72,7 +72,7 @@ def step_made(run, rows: list[dict], steps: int) -> None:
 
 def farewell(run) -> None:
     """Prints the comparison of the adapters, and the outcome if there is a step."""
-    if table := tables.final_table(run.results()):
+    if table := tables.final_table(run.result):
         print(f"\n{table}")
     if run.rows():
         outcome(run.dir)

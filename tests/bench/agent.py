@@ -258,10 +258,10 @@ def run_ours(model, rounds, turns, tokens, variant):
 
         def step(self, reply, timeout, act):
             if not self.left:
-                return Step("", True, None, "submit", 0.0)
+                return Step("", "submit", None, "submit", 0.0)
             work.calls += 1
             time.sleep(self.left.pop(0))
-            return Step(OBSERVATION, False, None, "ok", 0.0)
+            return Step(OBSERVATION, "", None, "ok", 0.0)
 
         def score(self):
             # close to the baseline, where the reward is not clipped and no two are equal

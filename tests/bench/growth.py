@@ -238,7 +238,7 @@ def training(steps):
     with tempfile.TemporaryDirectory() as folder:
         config = {"task": ["titanic"], "model": "fake", "seed": 0, "steps": steps}
         job = TrainingRun(run=open_run(Path(folder, "run"), config, MADE_BY))
-        job.result(**metrics.first_results([task], "training"))
+        job.update_result(**metrics.first_results([task], "training"))
         with contextlib.redirect_stdout(None):
             made = [fake_groups(task, seed) for seed in range(20)]
             for step in range(steps):
@@ -249,7 +249,7 @@ def training(steps):
                 seconds.append([after - before for before, after in zip(begin, end)])
                 if step + 1 in (steps // 3, steps):
                     marks[step + 1] = resident()
-        job.result(status="finished")
+        job.update_result(status="finished")
         run = job.run.dir
         begin = time.perf_counter()
         subprocess.run([sys.executable, PROJECT / "viz.py", run], env=ENVIRONMENT, check=True)
