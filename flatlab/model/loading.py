@@ -5,9 +5,12 @@ engine's start.
 import contextlib
 import logging
 import time
+from pathlib import Path
 
 from flatlab.errors import UserError
+from flatlab.files import read_mapping
 from flatlab.model.chat import ChatTokens
+from flatlab.model.fields import check_fields
 
 # Records of vLLM's log at the end of a phase of its start -> the name of the phase
 PHASES = {
@@ -31,6 +34,9 @@ def check_model(base: str):
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    file = Path(base, "config.json")
+    if file.is_file():
+        check_fields(read_mapping(file), file)
     with loading("transformers", base):
         config = AutoConfig.from_pretrained(base)
         ChatTokens(base)
