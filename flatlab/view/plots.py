@@ -364,7 +364,7 @@ def draw_tree(run: RunData, link: str = "#"):
 
     link: address of a node before its id; the nodes in an SVG lead there.
     """
-    shown, path = best_nodes(run, 3 * LINES), best_path(run)
+    shown, path = best_nodes(run, 2 * LINES), best_path(run)
     rows = depth_first([row for row in run.rows if row["id"] in shown])
     figure = new_figure(PAGE, 1.0 + 0.18 * max(6, min(LINES, len(rows))))
     axis = figure.subplots()
