@@ -16,8 +16,6 @@ docs/clusters.md lists what the sandboxes cover and what they do not.
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
@@ -268,27 +266,9 @@ def read_reply() -> str:
     return "\n".join(lines)
 
 
-def run_attached(command: str) -> int:
-    """Runs a command in the sandbox of the calling program's episode, see grpo.py --agent.
-
-    Prints what an agent sees. Returns 0, or 1 if the command failed.
-    """
-    import httpx
-
-    url = f"{os.environ.get('OPENAI_BASE_URL')}/act"
-    try:
-        answer = httpx.post(url, json={"command": command}, timeout=None, trust_env=False)
-        step = answer.raise_for_status().json()
-    except httpx.HTTPError as error:
-        raise UserError(f"--attach is for programs of grpo.py --agent: {error}") from None
-    print(step["observation"])
-    return int(step["status"] not in ("ok", "validate", "submit"))
-
-
 def by_hand(
     task: str = "titanic",
     prompts: str | None = None,
-    attach: str | None = None,
     sandbox: SandboxOptions = SandboxOptions(),  # noqa: B008
 ) -> None:
     """Play an episode at the terminal, as an agent does. `submit` or Ctrl-D ends it.
@@ -296,12 +276,8 @@ def by_hand(
     Args:
         task: Name of the task, see `python tasks.py`, or a Harbor task folder.
         prompts: File of the texts that an agent reads; default: configs/prompts/agent.yaml.
-        attach: Run this command, or validate or submit, in the sandbox of a running episode: that
-            of the agent program which calls, see docs/extend.md.
         sandbox: The kind of sandbox and what it offers.
     """
-    if attach is not None:
-        sys.exit(run_attached(attach))
     tasks, why = open_tasks(TaskOptions((task,)), sandbox, True)
     with Env(tasks[0], sandbox) as env:
         prompt = env.reset(EpisodeOptions(prompts=prompts))

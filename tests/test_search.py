@@ -338,14 +338,6 @@ def test_three_faults_in_a_row_stop_the_search_with_a_sentence():
 # ------------------------------------------------------------------ the same tree
 
 
-def test_files_of_a_node_that_are_gone_are_one_sentence():
-    t = run(nodes=1)
-    [node] = t.finished
-    t.tar_of(node).unlink()
-    with user_error("builds on these files of node 0.0"):
-        t.files_of(node)
-
-
 def test_bfs_grows_the_same_tree_with_any_number_of_workers_and_another_from_another_seed():
     trees = [
         run(name=str(workers), workers=workers, delay=lambda node: 0.02 * random.random())

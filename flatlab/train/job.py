@@ -23,6 +23,7 @@ import contextlib
 import os
 import pickle
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -169,6 +170,7 @@ class TrainingRun:
     ranks: Ranks = field(default_factory=Ranks)
     tasks: list = field(default_factory=list)  # to train on
     sandbox: str = ""  # why this kind of sandbox was chosen
+    play: Callable | None = None  # the loop of an episode, see run_episode
     run: Run | None = None  # the open run directory; None on all ranks but rank 0
     slots: Slots | None = None  # of the sandboxes of this process
     step: int = 0  # the next one; as many steps of training are in the weights

@@ -134,7 +134,13 @@ class Tree:
         # node id -> part -> score, stderr and error on a part that the search does not see
         self.hidden_scores: dict[str, dict] = result.get("hidden_scores", {})
         self.began: float | None = None  # clock of this process
-        for row in run.rows("journal.jsonl"):
+        rows = run.rows("journal.jsonl")
+        if len(rows) < result.get("nodes", 0):
+            raise UserError(
+                f"{run.dir / 'journal.jsonl'} is damaged: it holds {len(rows)} nodes of "
+                f"{result['nodes']}. {WAY_OUT}"
+            )
+        for row in rows:
             try:
                 node = Node(**row)
                 self.add(node)
@@ -144,12 +150,6 @@ class Tree:
                     "choose another --name."
                 ) from None
             self.finished.append(node)
-        counted = result.get("nodes", 0)
-        if len(self.finished) < counted:
-            raise UserError(
-                f"{run.dir / 'journal.jsonl'} is damaged: it holds {len(self.finished)} nodes of "
-                f"{counted}. {WAY_OUT}"
-            )
         self.seconds_before = result.get("seconds", 0.0)  # of earlier processes
         self.closed = run.finished  # complete, and its best node is scored on the test part
         self.chosen = self.nodes.get(result["tested_id"]) if self.closed else None

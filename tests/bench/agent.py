@@ -244,6 +244,7 @@ def run_ours(model, rounds, turns, tokens, variant):
     from flatlab.task.grading import Score
     from flatlab.train.job import TrainingRun, in_trainer
     from flatlab.world import prompts
+    from flatlab.world.episode import play
     from policy import ModelPath, Policy
     from tasks import load_task
 
@@ -305,7 +306,7 @@ def run_ours(model, rounds, turns, tokens, variant):
     cfg.episode.prompts = "configs/prompts/tiny.yaml"
     task = load_task("titanic", "", "")
     plan = [replace(task, prompt=f"Write. {i}") for i in range(PROMPTS)]
-    job = TrainingRun()
+    job = TrainingRun(play=play)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=RATE)
 
     def counted_batch(*args):

@@ -41,7 +41,7 @@ TESTED_BY = {
 # Of grpo.py only what computes: not its start, not the loop, not what needs an engine.
 SKIPPED_FUNCTIONS = {
     "grpo.py": (
-        *("Config", "agent_loop", "play_groups", "evaluate", "judge", "train", "main"),
+        *("Config", "play_groups", "evaluate", "judge", "train", "main"),
         *("begin", "finish", "check_config", "prepare", "load_policy"),
         *("update", "optimize", "micro_loss"),
     )
