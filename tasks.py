@@ -1,6 +1,6 @@
 """Tasks and their scores: find a task by its name, and check what its score can say.
 
-python tasks.py                 list all tasks
+python tasks.py                 list all tasks: what is asked, how it is scored
 python tasks.py titanic         score the trivial rules of a task; is one of them at the top?
 python tasks.py rlMetaMaze --build-image        make a Docker image with the task's requirements
 """
@@ -23,8 +23,10 @@ from flatlab.task.mledojo import load_mledojo, mledojo_names
 from flatlab.task.mlgym import load_mlgym, mlgym_names
 from flatlab.task.sanity import check_grader, degenerate, sanity_file, trivial_rules
 from flatlab.task.value import improvement, value_of
+from flatlab.view.tables import aligned
 
 AT_THE_TOP = 0.98  # improvement of a trivial rule that leaves no room above it
+FACTS = "metric|better|baseline|reference|exact|from|what is asked".split("|")
 
 
 def load_task(
@@ -117,12 +119,36 @@ def check(task: Task, options: SandboxOptions) -> None:
             print(f"warning  The agent can read {path}: it has the content of the hidden {same}.")
 
 
+def list_text() -> str:
+    """A line for each task; for one that cannot be loaded the reason."""
+    rows = []
+    for name in sorted(find_tasks()):
+        row = {"task": name}
+        try:
+            task = load_task(name)
+        except UserError as error:
+            rows.append(row | dict.fromkeys(FACTS, "-") | {"what is asked": str(error)})
+            continue
+        reference = "-" if task.reference is None else f"{task.reference:.4g}"
+        asked, _, _ = " ".join(task.prompt.split()).partition(". ")
+        facts = (
+            task.metric,
+            task.direction.split()[0],
+            f"{task.baseline:.4g}",
+            reference,
+            "yes" if task.exact else "no",
+            task.source,
+            asked,
+        )
+        rows.append(row | dict(zip(FACTS, facts)))
+    return aligned(rows)
+
+
 # ------------------------------------------------------------------ start
 
 
 def main(
     task: str = "",
-    /,
     sandbox: SandboxOptions = SandboxOptions(),  # noqa: B008
     build_image: bool = False,
 ) -> None:
@@ -134,9 +160,7 @@ def main(
         build_image: Install the task's requirements.txt in --image; later runs use the result.
     """
     if not task:
-        for name, (_, root) in sorted(find_tasks().items()):
-            print(f"{name:40} {root}")
-        return
+        return print(list_text())
     loaded = load_task(task)
     if not build_image:
         check(loaded, sandbox)
@@ -148,8 +172,6 @@ def main(
 
 
 if __name__ == "__main__":
-    import tyro
+    from flatlab.runs import cli
 
-    from flatlab.runs.cli import one_sentence
-
-    one_sentence(lambda: tyro.cli(main, config=(tyro.conf.OmitArgPrefixes,)))
+    cli.one_sentence(lambda: cli.call(main, "--task"))
