@@ -7,7 +7,9 @@ python tasks.py rlMetaMaze --build-image        make a Docker image with the tas
 
 from __future__ import annotations
 
+import importlib
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -32,21 +34,28 @@ FACTS = "metric|better|baseline|reference|exact|from|what is asked".split("|")
 def load_task(
     name: str, mlgym_root: str | Path | None = None, mledojo_root: str | Path | None = None
 ) -> Task:
-    """Loads a Harbor task folder if `name` is the path of one, else the task called `name`.
+    """Loads the task called `name`; MODULE:PLACE is load_task(PLACE) of a Python module.
 
     Looks in the MLGym checkout, then in the folder that MLE-Dojo prepared, then in configs/tasks.
     A root of None means $MLGYM_ROOT or $MLEDOJO_ROOT; "" means none. Raises UserError, which says
     what to do.
     """
-    if (Path(name) / "task.toml").is_file():
-        from integrations.harbor.load import load_harbor
-
-        return load_harbor(Path(name))
+    module, colon, place = name.partition(":")
+    if colon:
+        return loader_of(module)(place)
     found = find_tasks(mlgym_root, mledojo_root)
     if name not in found:
         raise UnknownTask(f"Unknown task {name!r}; {nearest(name, sorted(found))}.")
     load, root = found[name]
     return load(root, name)
+
+
+def loader_of(module: str) -> Callable:
+    """The function load_task of a Python module. Raises UserError."""
+    try:
+        return importlib.import_module(module).load_task
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise UnknownTask(f"{module!r} is no Python module that loads tasks: {error}.") from None
 
 
 def find_tasks(
@@ -155,7 +164,7 @@ def main(
     """List all tasks, or score the trivial rules of one: is one of them already at the top?
 
     Args:
-        task: Name of the task, or a Harbor task folder. Without one, all tasks are listed.
+        task: Name of the task. Without one, all tasks are listed.
         sandbox: The kind of sandbox and what it offers.
         build_image: Install the task's requirements.txt in --image; later runs use the result.
     """

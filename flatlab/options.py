@@ -32,7 +32,8 @@ Trackers = tuple[Literal["tensorboard", "wandb"], ...]
 
 @dataclass
 class TaskOptions:
-    # names, see `python tasks.py`, or Harbor task folders; $MLGYM_ROOT and $MLEDOJO_ROOT add names
+    # names, see `python tasks.py`; $MLGYM_ROOT and $MLEDOJO_ROOT add names, MODULE:PLACE is a task
+    # of a Python module, as integrations.harbor:FOLDER
     task: tuple[str, ...] = ("titanic",)
 
 

@@ -80,6 +80,15 @@ def test_unknown_task_lists_the_nearest_names():
         load_task("../tasks/titanic")
 
 
+def test_a_task_may_come_from_a_python_module(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mine.py").write_text("import tasks\nload_task = tasks.load_task\n")
+    assert load_task("mine:titanic") == load_task("titanic")
+    for name in ("no_such:titanic", "json:titanic", ":titanic", ".mine:titanic"):
+        with user_error("is no Python module that loads tasks"):
+            load_task(name)
+
+
 @pytest.fixture
 def titanic_copy(tmp_path, monkeypatch):
     shutil.copytree(TASKS_DIR / "titanic", tmp_path / "titanic")

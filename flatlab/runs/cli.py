@@ -17,7 +17,7 @@ from tyro._errors import InstantiationFailure, InvalidChoice, on_parse_error
 from yaml import SafeLoader
 
 from flatlab import threads
-from flatlab.errors import UserError, first_cause, nearest, sentence_of
+from flatlab.errors import UserError, first_cause, nearest, sentence_of, shown
 from flatlab.files import TextLoader, read_mapping
 from flatlab.options import flat
 
@@ -137,7 +137,7 @@ def one_sentence(main):
             sys.exit(1)
         sentence = sentence_of(cause)
         if not sentence:
-            traceback.print_exception(cause)
+            print(shown("".join(traceback.format_exception(cause))), end="", file=sys.stderr)
             sys.exit(1)
         print(sentence, file=sys.stderr)
         sys.exit(2 if isinstance(cause, (UserError, OSError)) else 1)
