@@ -1,6 +1,6 @@
 """Tasks and their scores: find a task by its name, and check what its score can say.
 
-python tasks.py                 list all tasks
+python tasks.py                 list all tasks: what is asked, how it is scored
 python tasks.py titanic         score the trivial rules of a task; is one of them at the top?
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from flatlab.errors import UnknownTask
+from flatlab.errors import UnknownTask, UserError
 from flatlab.files import content_key, store
 from flatlab.options import SandboxOptions
 from flatlab.task.builtin import builtin_names, load_builtin, nearest
@@ -23,8 +23,10 @@ from flatlab.task.mledojo import load_mledojo, mledojo_names
 from flatlab.task.mlgym import load_mlgym, mlgym_names
 from flatlab.task.sanity import check_grader, degenerate, sanity_file, trivial_rules
 from flatlab.task.value import improvement, value_of
+from flatlab.view.tables import aligned
 
 AT_THE_TOP = 0.98  # improvement of a trivial rule that leaves no room above it
+FACTS = "metric|better|baseline|reference|exact|from|what is asked".split("|")
 
 
 def load_task(
@@ -124,10 +126,35 @@ def check(task: Task, options: SandboxOptions) -> None:
             print(f"warning  The agent can read {path}: it has the content of the hidden {same}.")
 
 
+def list_text() -> str:
+    """A line for each task; for one that cannot be loaded the reason."""
+    rows = []
+    for name in sorted(find_tasks()):
+        row = {"task": name}
+        try:
+            task = load_task(name)
+        except UserError as error:
+            rows.append(row | dict.fromkeys(FACTS, "-") | {"what is asked": str(error)})
+            continue
+        reference = "-" if task.reference is None else f"{task.reference:.4g}"
+        asked, _, _ = " ".join(task.prompt.split()).partition(". ")
+        facts = (
+            task.metric,
+            task.direction.split()[0],
+            f"{task.baseline:.4g}",
+            reference,
+            "yes" if task.exact else "no",
+            task.source,
+            asked,
+        )
+        rows.append(row | dict(zip(FACTS, facts)))
+    return aligned(rows)
+
+
 # ------------------------------------------------------------------ start
 
 
-def main(task: str = "", /, sandbox: SandboxOptions = SandboxOptions()) -> None:  # noqa: B008
+def main(task: str = "", sandbox: SandboxOptions = SandboxOptions()) -> None:  # noqa: B008
     """List all tasks, or score the trivial rules of one: is one of them already at the top?
 
     Args:
@@ -135,15 +162,11 @@ def main(task: str = "", /, sandbox: SandboxOptions = SandboxOptions()) -> None:
         sandbox: The kind of sandbox and what it offers.
     """
     if not task:
-        for name, (_, root) in sorted(find_tasks().items()):
-            print(f"{name:40} {root}")
-        return
+        return print(list_text())
     check(load_task(task), sandbox)
 
 
 if __name__ == "__main__":
-    import tyro
+    from flatlab.runs import cli
 
-    from flatlab.runs.cli import one_sentence
-
-    one_sentence(lambda: tyro.cli(main, config=(tyro.conf.OmitArgPrefixes,)))
+    cli.one_sentence(lambda: cli.call(main, "--task"))

@@ -17,6 +17,7 @@ flatlab/runs/store.py describes what is in a run directory.
 import sys
 import textwrap
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -204,4 +205,8 @@ def main(options: Options):
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a transcript may hold lone surrogates
-    cli.one_sentence(lambda: main(tyro.cli(Options, description=__doc__)))
+    cli.hide_none(Options)
+    argv = [word for word in sys.argv[1:] if word != "--runs"]  # said or not, they are the runs
+    config = (tyro.conf.DisallowNone,)
+    read = partial(tyro.cli, Options, args=argv, description=__doc__, config=config)
+    cli.one_sentence(lambda: main(read()))

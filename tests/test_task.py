@@ -521,11 +521,11 @@ def test_mlgym_says_what_is_wrong(mlgym, name, message):
 
 
 def test_roots_come_first_and_from_the_environment(mlgym, monkeypatch, tmp_path):
-    assert load_task("titanic").source == "built-in"
+    assert load_task("titanic").source == "configs/tasks"
     monkeypatch.setenv("MLGYM_ROOT", str(mlgym))
     assert load_task("titanic").source == "mlgym"
-    assert load_task("digits").source == "built-in"
-    assert load_task("titanic", mlgym_root="").source == "built-in"
+    assert load_task("digits").source == "configs/tasks"
+    assert load_task("titanic", mlgym_root="").source == "configs/tasks"
     with user_error("not a checkout of MLGym"):
         load_task("titanic", mlgym_root=tmp_path)
 
@@ -1114,3 +1114,15 @@ def test_a_reference_within_the_noise_of_the_baseline_is_told(folder, capsys, mo
     grading.grades.clear()
     _, out, _ = check(capsys, monkeypatch, "median")
     assert "The reference 0 is within two standard errors (5 each) of the baseline 10" in out
+
+
+def test_the_list_has_a_line_for_each_task_and_the_reason_for_one_that_is_broken(
+    tmp_path, monkeypatch
+):
+    write(tmp_path, {"configs/tasks/gone.yaml": "metric: loss"})
+    monkeypatch.setenv("MLGYM_ROOT", str(tmp_path))
+    lines = {line.split()[0]: line for line in tasks.list_text().splitlines()}
+    facts = "titanic accuracy higher 0.6782 0.7909 no configs/tasks Predict who survived".split()
+    assert lines["titanic"].split()[: len(facts)] == facts
+    assert "  yes    configs/tasks" in lines["circlePacking"]
+    assert re.search("gone +- .*gone", lines["gone"])

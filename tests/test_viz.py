@@ -364,6 +364,17 @@ def test_runs_that_differ_by_their_seed_are_one_row_whose_error_is_over_the_runs
     assert rows(one, two, others[1])[-1]["difference"] == "-1.2500"  # no common seed
 
 
+def test_a_table_fits_into_the_terminal_and_names_the_columns_that_it_lost(monkeypatch):
+    row = {"run": "a-run", "N": 1, "value": "+0.5000", "seconds": "1.0", "differs in": "x" * 40}
+    for columns, lost in ((30, "seconds, N, value"), (40, "seconds"), (200, "")):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        *lines, last = tables.aligned([row, row]).splitlines()
+        assert last.endswith(lost)
+        assert last.startswith("left out") == bool(lost)
+        assert all(len(line) <= columns for line in lines)
+    assert lines[-1].split()[3:] == ["1.0", "x" * 40]
+
+
 def test_one_table_for_a_task_whatever_differs(tmp_path):
     """An ablation of the prompts is a row like any other, also if the file has kept its name."""
     runs = [trained(tmp_path / "base-0"), trained(tmp_path / "base-1", seed=1)]
