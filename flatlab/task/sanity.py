@@ -146,18 +146,18 @@ def csv_rules(*files: Path, is_number: bool | None = None) -> Iterator[tuple[str
     if is_number is None:
         is_number = numbers.nunique() > FEW
     is_number = is_number and numbers.notna().all()
-    constants = truth.value_counts().index[:3]
+    constants = {value: value for value in truth.value_counts().index[:3]}
     if is_number:
         truth = numbers
-        constants = [truth.mean(), truth.median()]
+        middles = {"the mean": truth.mean(), "the median": truth.median()}
+        constants = {f"{name}, {value:.6g}": value for name, value in middles.items()}
 
     def submission(values) -> str:
         table = test.iloc[:, :1].copy()
         table[target] = values
         return table.to_csv(index=False, lineterminator="\n")
 
-    for value in constants:
-        name = f"{value:.6g}" if is_number else value
+    for name, value in constants.items():
         yield f"always {name}", submission(value)
 
     from sklearn.tree import DecisionTreeClassifier, DecisionTreeRegressor
