@@ -2,7 +2,6 @@
 
 python tasks.py                 list all tasks: what is asked, how it is scored
 python tasks.py titanic         score the trivial rules of a task; is one of them at the top?
-python tasks.py rlMetaMaze --build-image        make a Docker image with the task's requirements
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from pathlib import Path
 from flatlab.errors import UnknownTask, UserError
 from flatlab.files import content_key, store
 from flatlab.options import SandboxOptions
-from flatlab.sandbox.images import install_requirements
 from flatlab.task.builtin import builtin_names, load_builtin, nearest
 from flatlab.task.definition import TASKS_DIR, Task
 from flatlab.task.grading import grade
@@ -159,28 +157,16 @@ def list_text() -> str:
 # ------------------------------------------------------------------ start
 
 
-def main(
-    task: str = "",
-    sandbox: SandboxOptions = SandboxOptions(),  # noqa: B008
-    build_image: bool = False,
-) -> None:
+def main(task: str = "", sandbox: SandboxOptions = SandboxOptions()) -> None:  # noqa: B008
     """List all tasks, or score the trivial rules of one: is one of them already at the top?
 
     Args:
         task: Name of the task. Without one, all tasks are listed.
         sandbox: The kind of sandbox and what it offers.
-        build_image: Install the task's requirements.txt in --image; later runs use the result.
     """
     if not task:
         return print(list_text())
-    loaded = load_task(task)
-    if not build_image:
-        check(loaded, sandbox)
-    elif loaded.requirements:
-        tag = install_requirements(loaded, sandbox.image)
-        print(f"{task}: from now on image {tag} is used instead of {sandbox.image}.")
-    else:
-        raise UserError(f"Task {task} has no requirements: it needs no image of its own.")
+    check(load_task(task), sandbox)
 
 
 if __name__ == "__main__":
