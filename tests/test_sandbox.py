@@ -23,6 +23,7 @@ from pathlib import Path
 
 import pytest
 
+import tasks
 from backends import (
     EVERYWHERE,
     ISOLATED,
@@ -871,8 +872,9 @@ def test_images_without_a_name_are_removed_at_the_next_start(big_task):
 def test_missing_requirements_of_a_local_sandbox_are_named(tmp_path):
     needed = tmp_path / "requirements.txt"
     needed.write_text("flatlab-nowhere\n")
+    task = replace(load_task("titanic"), requirements=needed, public={}, trivial={})
     with user_error("needs packages .* lacks: flatlab-nowhere"):
-        Env(replace(load_task("titanic"), requirements=needed), "local").reset()
+        tasks.check(task, SandboxOptions("local"))
 
 
 # ---- packages of a task

@@ -671,15 +671,10 @@ def test_trivial_rules_of_classes_and_numbers(tmp_path):
     assert trivial(tmp_path, "\n".join(lines), test) == {
         "always 1": "id,y\n500,1\n501,1\n",
         "always 0": "id,y\n500,0\n501,0\n",
-        "by colour alone": "id,y\n500,0\n501,1\n",
     }
     lines = ["id,x,y"] + [f"{i},{i},{i * i}" for i in range(1, 101)]
     rules = trivial(tmp_path, "\n".join(lines), "id,x\n500,1\n501,100\n")
-    assert set(rules) == {"always the mean, 3383.5", "always the median, 2550.5", "by x alone"}
-    _, *lines = rules["by x alone"].splitlines()
-    low, high = (line.split(",")[1] for line in lines)
-    assert float(low) < 300
-    assert float(high) > 8000
+    assert set(rules) == {"always the mean, 3383.5", "always the median, 2550.5"}
     assert not trivial(tmp_path, "id,x,y,z\n1,2,3,4\n", "id,x\n5,6\n")  # which is the target?
 
 
