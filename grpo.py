@@ -78,7 +78,7 @@ ADAMW = {"betas": (0.9, 0.99), "weight_decay": 0.0}
 # clips act only with --ahead.
 EPOCHS = 1
 MAX_GRAD_NORM = 1.0  # a larger gradient is scaled down to this norm
-KL_SHARE = 0.25  # of the micro-batches, drawn, have a KL term, with the inverse weight
+KL_SHARE = 0.25  # random share of the micro-batches with a KL term; its weight is 1 / KL_SHARE
 TASK_WEIGHTS = {}  # share of the groups by name of the task, {"titanic": 2}; others have 1
 
 
@@ -295,13 +295,13 @@ class Config:
 
     reward: Literal[*REWARDS] = "continuous"  # function of the improvement over the baseline
     advantage: Literal[*ADVANTAGES] = "group"  # what an episode is compared with
-    # runnable: a reply that could not be run gets no praise; complete: no loss on replies that
-    # reached the length limit
+    # runnable: a reply that could not be run gets no positive advantage; complete: no loss on
+    # replies that reached the length limit
     credit: Literal[*CREDITS] = "episode"
     loss: Literal[*LOSSES] = "dapo"  # policy-gradient loss; LOSSES shows what each one consists of
     clip_low: float = field(init=False)  # the bounds of the loss, from LOSSES
     clip_high: float = field(init=False)
-    kl: float = 0.05  # weight of the KL to the reference: the policy before the first step
+    kl: float = 0.05  # weight of the KL to the policy before the first step
 
     lr: float | None = None  # learning rate of AdamW; default: 2e-5, stand-in 1e-3
     # rank of the LoRA matrices; default: 16, or that of --model's adapter. Alpha is twice the rank
@@ -319,7 +319,7 @@ class Config:
     model: options.ModelOptions = field(default_factory=options.ModelOptions)
     sandbox: options.SandboxOptions = field(default_factory=options.SandboxOptions)
     episode: options.EpisodeOptions = field(default_factory=options.EpisodeOptions)
-    # where rows go, too; WANDB_MODE=offline needs no account
+    # other places that get the rows; WANDB_MODE=offline needs no account
     trackers: options.Trackers = ()
 
     RESUMABLE = options.RESUMABLE | {"steps", "concurrency", "micro_tokens"}

@@ -43,7 +43,10 @@ def load_task(
         return loader_of(module)(place)
     found = find_tasks(mlgym_root, mledojo_root)
     if name not in found:
-        raise UnknownTask(f"Unknown task {name!r}; {nearest(name, sorted(found))}.")
+        hint = nearest(name, sorted(found))
+        if "," in name:
+            hint = f"separate names by spaces: --task {name.replace(',', ' ')}"
+        raise UnknownTask(f"Unknown task {name!r}; {hint}.")
     load, root = found[name]
     return load(root, name)
 

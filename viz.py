@@ -104,7 +104,10 @@ def list_text(run: RunData, step: int | None = None) -> str:
     else:
         items = read_all(files)
     if not items:
-        raise UserError(f"{run.dir} has no such transcripts.")
+        steps = [name for name in files if name.isdigit()]
+        known = f"; it has those of the steps {steps[0]} to {steps[-1]}" if steps else ""
+        wanted = "" if step is None else f" of step {step}"
+        raise UserError(f"{run.dir} has no transcripts{wanted}{known}.")
     groups = tables.sections(run, items)
     if run.kind == "search" and step is None:
         groups = {run.name: items}  # the tree

@@ -337,7 +337,7 @@ def test_job_n_of_a_grid_runs_line_n_of_its_file(cluster):
     texts = cluster.submit(*command)
     assert [text.splitlines()[0] for text in texts] == [f"python {cell}" for cell in cells]
     assert "titanic" in texts[0]
-    assert "logs/no run is not a run directory" in texts[1]
+    assert "There is no folder logs/no run" in texts[1]
 
 
 @needs_slurm

@@ -674,7 +674,7 @@ def test_trivial_rules_of_classes_and_numbers(tmp_path):
     }
     lines = ["id,x,y"] + [f"{i},{i},{i * i}" for i in range(1, 101)]
     rules = trivial(tmp_path, "\n".join(lines), "id,x\n500,1\n501,100\n")
-    assert set(rules) == {"always 3383.5", "always 2550.5"}
+    assert set(rules) == {"always the mean, 3383.5", "always the median, 2550.5"}
     assert not trivial(tmp_path, "id,x,y,z\n1,2,3,4\n", "id,x\n5,6\n")  # which is the target?
 
 
@@ -819,7 +819,7 @@ def test_a_constant_is_trivial_for_its_metric(tmp_path):
     lines = ["id,x,y"] + [f"{i},{i},{int(i % 4 == 0)}" for i in range(40)]
     write(tmp_path, {"train.csv": "\n".join(lines), "test.csv": "id,x\n500,1\n"})
     files = tmp_path / "train.csv", tmp_path / "test.csv"
-    assert "always 0.25" in dict(csv_rules(*files, is_number=True))
+    assert "always the mean, 0.25" in dict(csv_rules(*files, is_number=True))
     assert [*dict(csv_rules(*files))][:2] == ["always 0", "always 1"]
 
 

@@ -147,10 +147,10 @@ def csv_rules(*files: Path, is_number: bool | None = None) -> Iterator[tuple[str
     if is_number is None:
         is_number = numbers.nunique() > FEW
     is_number = is_number and numbers.notna().all()
-    constants = truth.value_counts().index[:3]
+    constants = {value: value for value in truth.value_counts().index[:3]}
     if is_number:
-        constants = [numbers.mean(), numbers.median()]
-    for value in constants:
-        name = f"{value:.6g}" if is_number else value
+        middles = {"the mean": numbers.mean(), "the median": numbers.median()}
+        constants = {f"{name}, {value:.6g}": value for name, value in middles.items()}
+    for name, value in constants.items():
         table = test.iloc[:, :1].assign(**{target: value})
         yield f"always {name}", table.to_csv(index=False, lineterminator="\n")
