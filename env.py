@@ -296,8 +296,6 @@ def by_hand(
 
 
 if __name__ == "__main__":
-    import tyro
+    from flatlab.runs import cli
 
-    from flatlab.runs.cli import one_sentence
-
-    one_sentence(lambda: tyro.cli(by_hand, config=(tyro.conf.OmitArgPrefixes,)))
+    cli.one_sentence(lambda: cli.call(by_hand, "--task"))

@@ -118,7 +118,8 @@ def check_values(config) -> None:
             raise UserError(f"{flag} has a value twice.")
         for number in numbers:
             if isinstance(number, (int, float)) and not low <= number <= high:
-                raise UserError(f"{flag} must be from {low} to {high:.10g}, not {number}.")
+                most = f"{high:.10g}".replace("0" * 9, " billion").replace("0" * 6, " million")
+                raise UserError(f"{flag} must be from {low:g} to {most}, not {number:.6g}.")
 
 
 def derive(

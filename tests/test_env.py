@@ -19,10 +19,10 @@ from env import Env
 from flatlab.errors import SandboxFault
 from flatlab.options import EpisodeOptions, SandboxOptions, TaskOptions
 from flatlab.sandbox.client import Sandbox
-from flatlab.sandbox.images import found_images
 from flatlab.task import grading, machine
 from flatlab.task.definition import Task
 from flatlab.task.grading import Score
+from flatlab.task.images import found_images
 from flatlab.world import blocks
 from flatlab.world.blocks import CHECKS, extract_action
 from flatlab.world.episode import run_episode

@@ -540,8 +540,8 @@ def test_bounds_and_resumable_options_name_options_and_defaults_are_within(scrip
 
 def test_the_bounds_beside_an_option_hold():
     for wrong, sentence in (
-        (Nested(EpisodeOptions(0)), "--max-turns must be from 1 to 1000000, not 0"),
-        (Nested(minutes=math.inf), "--minutes must be from 1e-06 to 1000000000, not inf"),
+        (Nested(EpisodeOptions(0)), "--max-turns must be from 1 to 1 million, not 0"),
+        (Nested(minutes=math.inf), "--minutes must be from 1e-06 to 1 billion, not inf"),
     ):
         with user_error(re.escape(sentence)):
             options.check_values(wrong)
@@ -555,6 +555,20 @@ def test_the_help_names_no_default_that_is_none(capsys):
     assert "--minutes" in shown
     assert "(default: 0.5)" in shown
     assert "None)" not in shown
+    assert "(default: )" not in shown
+
+
+def test_a_first_bare_value_has_its_flag_and_no_color_is_kept(monkeypatch):
+    def start(task: str = ""):
+        return task
+
+    for words in ("titanic", "--task titanic"):
+        monkeypatch.setattr(sys, "argv", ["tasks.py", *words.split()])
+        assert cli.call(start, "--task") == "titanic"
+    monkeypatch.setitem(cli.tyro._experimental_options, "ansi_codes", True)
+    monkeypatch.setenv("NO_COLOR", "1")
+    cli.one_sentence(lambda: None)
+    assert not cli.tyro._experimental_options["ansi_codes"]
 
 
 def test_a_closed_pipe_is_no_traceback_also_during_a_search():

@@ -16,8 +16,8 @@ from pathlib import Path
 from flatlab.errors import UserError
 from flatlab.sandbox.backend import WORKSPACE
 from flatlab.sandbox.docker import docker_problem, short_text
-from flatlab.sandbox.images import remove_others, repository_name
 from flatlab.task.definition import Task, refuse_overlap
+from flatlab.task.images import remove_others, repository_name
 from flatlab.task.listing import tree_files
 
 # What a sandbox cannot give: keys of task.toml, and files.
