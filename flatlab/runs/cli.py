@@ -35,11 +35,14 @@ def hide_none(made) -> None:
             made.__annotations__[name] = Annotated[kind, tyro.conf.arg(help_behavior_hint="")]
 
 
-def call(function, flag: str):
-    """Calls a function with the options of the command line. flag: of a first bare value."""
+def call(function):
+    """Calls a function with the options of the command line. A first bare value is its --task."""
+    args = sys.argv[1:]
+    if args and not args[0].startswith("-"):
+        args.insert(0, "--task")
     hide_none(function)
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone)
-    return tyro.cli(function, args=named(flag, sys.argv[1:]), config=config)
+    return tyro.cli(function, args=args, config=config)
 
 
 def parse_config(config_class, argv: list[str], preset: dict | None = None):
@@ -85,14 +88,6 @@ def preset_flags(preset: dict, defaults: dict) -> list[str]:
             values = value if isinstance(value, list) else [value]
             flags += [f"--{name}", *map(str, values)]
     return flags
-
-
-def named(flag: str, argv: list[str]) -> list[str]:
-    """The arguments with this flag in front if the first one is a bare value: `titanic` stands for
-    `--task titanic`.
-    """
-    is_value = argv and not argv[0].startswith("-")
-    return [flag, *argv] if is_value else argv
 
 
 def explain(event) -> None:
