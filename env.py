@@ -253,9 +253,16 @@ def read_reply() -> str:
     lines = [input("$ ")]
     if not lines[0].startswith("```"):
         return f"```bash\n{lines[0]}\n```"
-    while not any(block.is_closed for block in find_blocks("\n".join(lines))):
+    while not is_closed("\n".join(lines)):
         lines.append(input("> "))
     return "\n".join(lines)
+
+
+def is_closed(reply: str) -> bool:
+    try:
+        return any(block.is_closed for block in find_blocks(reply))
+    except ValueError:  # too much for bash to look at, which the step will say
+        return reply.endswith("\n```")
 
 
 def by_hand(

@@ -360,8 +360,8 @@ async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
     """
     job.slots = slots = job.slots or Slots(cfg.concurrency)  # for all plans of the run
     planned = [*plan.tasks, *plan.replacements]
-    mine = slice(job.ranks.rank, None, job.ranks.world)
-    spare = iter(range(len(plan.tasks), len(planned))[mine])
+    first, more = plan.numbers(job.ranks)
+    spare = iter(more)
     groups = []
 
     async def one(task, number):
@@ -375,8 +375,7 @@ async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
             # is closed.
             async with asyncio.TaskGroup() as together:
                 task = planned[number]
-                first = number * plan.size
-                places = range(first, first + plan.size)
+                places = range(number * plan.size, (number + 1) * plan.size)
                 plays = [together.create_task(one(task, i)) for i in places]
             group = Group(number, task, [playing.result() for playing in plays], [])
             group.rewards = rewards_of(group, cfg)
@@ -384,7 +383,7 @@ async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
             number = None if group.informative else next(spare, None)
 
     async with asyncio.TaskGroup() as together:
-        for number in range(len(plan.tasks))[mine]:
+        for number in first:
             together.create_task(fill(number))
     return sorted(groups, key=lambda group: group.number)
 
@@ -464,8 +463,8 @@ def optimize(policy, optimizer, batch: list, micro_loss: Callable, cfg: Config, 
             stop_if_interrupted()
         # That of the first pass, before the first update: later the two differ by design.
         difference = meter.numbers().get("logprob_diff_mean", 0.0)
-        agrees = all(job.ranks.gather(difference <= policy.diff_limit))
-        job.ranks.sum_gradients(policy.parameters())
+        agrees = difference <= policy.diff_limit
+        agrees = job.ranks.sum_gradients(policy.parameters(), agrees)
         grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM).item()
         if agrees and grad_norm <= SKIP_GRAD_NORM:  # False for NaN
             optimizer.step()
@@ -473,8 +472,7 @@ def optimize(policy, optimizer, batch: list, micro_loss: Callable, cfg: Config, 
             skipped += 1
         optimizer.zero_grad()
         grad_norms.append(grad_norm)
-    meter.rows = sum(job.ranks.gather(meter.rows), [])
-    row = meter.numbers()
+    row = meter.numbers(job.ranks)
     row["loss"] /= EPOCHS
     return row | {"grad_norm": fmean(grad_norms), "skipped": skipped}
 
@@ -599,9 +597,8 @@ async def begin(policy, optimizer, cfg: Config, job) -> list[dict]:
         await in_trainer(checkpoint.save_adapter, policy, job, "untrained")
         if cfg.eval_episodes:
             result = await judge(policy, cfg, job, "before")
-            if job.run:
-                job.run.update_result(before=result)
-                job.run.track({"step": -1} | metrics.evaluation_columns(result))
+            job.update_result(before=result)
+            job.track({"step": -1} | metrics.evaluation_columns(result))
             split = metrics.split_of(job.tasks)
             job.say(f"before training: {summary_text(result)} ({split}, N = {result['n']})")
     if policy.path.adapter:  # else the reference of the KL term is the base model

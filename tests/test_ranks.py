@@ -63,8 +63,9 @@ dist.broadcast([weight])
 assert weight.tolist() == [0, 0, 0]
 if dist.rank == 0:
     weight.grad = torch.tensor([1.0, 2.0, 3.0])         # rank 1 had nothing to learn from
-dist.sum_gradients([weight])
+assert dist.sum_gradients([weight], True)
 assert weight.grad.tolist() == [1, 2, 3], weight.grad
+assert not dist.sum_gradients([weight], dist.rank == 0)  # rank 1 disagrees
 assert dist.sum(1.5, dist.rank) == [1.5 * dist.world, dist.world * (dist.world - 1) / 2]
 assert dist.gather("x" * (1 + dist.rank)) == ["x" * (1 + r) for r in range(dist.world)]
 # one write, because the ranks share a pipe

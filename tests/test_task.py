@@ -793,6 +793,8 @@ def test_the_grader_gets_the_metric_of_the_task(titanic_copy, given):
     [
         ("log_loss", "yn", "answers.csv of task titanic: an answer must be 0 or 1 for log_loss"),
         ("roc_auc", "12", "must be 0 or 1 for roc_auc"),
+        ("f1", ["0", "1.0"], "must be 0 or 1 for f1"),
+        ("f1", "00", "f1 needs different answers"),
         ("rmse", "1x", "an answer must be a finite number"),
         ("quadratic_kappa", ["1", "1.5"], "an answer must be a whole number"),
         ("r2", "33", "r2 needs different answers in the part validation"),
@@ -829,6 +831,7 @@ def test_the_metrics_are_those_of_scikit_learn():
     theirs = {
         "accuracy": metrics.accuracy_score,
         "balanced_accuracy": metrics.balanced_accuracy_score,
+        "f1": partial(metrics.f1_score, pos_label="1"),
         "f1_macro": partial(metrics.f1_score, average="macro"),
         "r2": metrics.r2_score,
         "quadratic_kappa": partial(metrics.cohen_kappa_score, weights="quadratic"),
@@ -844,6 +847,10 @@ def test_the_metrics_are_those_of_scikit_learn():
         if name in ("roc_auc", "log_loss"):
             truth = [value % 2 for value in truth]
             predicted = [value / 3 for value in predicted]  # with ties, 0 and 1
+        if name == "f1":
+            truth, predicted = [
+                [str(value % 2) for value in values] for values in (truth, predicted)
+            ]
         assert ours(truth, predicted) == pytest.approx(theirs[name](truth, predicted)), name
         assert grade_csv.standard_error(ours, truth, predicted) > 0
         assert not wrong("1", ()) and wrong("1e999", ["1"])
