@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 import traceback
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, get_type_hints
 
@@ -22,24 +22,16 @@ from flatlab.files import TextLoader, read_mapping
 from flatlab.options import flat
 
 
-def hide_none(made) -> None:
-    """Leaves "(default: None)", and an empty one, out of --help, where the comment names the
-    default. made: a dataclass of options, or a function that takes them.
-    """
-    hints = get_type_hints(made, include_extras=True)
-    for name, option in inspect.signature(made).parameters.items():
-        kind = hints[name]
+def hide_none(config_class) -> None:
+    """Leaves "(default: None)" out of --help, where the comment names the default."""
+    hints = get_type_hints(config_class)
+    for option in fields(config_class):
+        kind = hints[option.name]
         if is_dataclass(kind):
             hide_none(kind)
-        elif option.default in (None, "", (), inspect.Parameter.empty):
-            made.__annotations__[name] = Annotated[kind, tyro.conf.arg(help_behavior_hint="")]
-
-
-def call(function, flag: str):
-    """Calls a function with the options of the command line. flag: of a first bare value."""
-    hide_none(function)
-    config = (tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone)
-    return tyro.cli(function, args=named(flag, sys.argv[1:]), config=config)
+        elif option.default is None:
+            no_hint = Annotated[kind, tyro.conf.arg(help_behavior_hint="")]
+            config_class.__annotations__[option.name] = no_hint
 
 
 def parse_config(config_class, argv: list[str], preset: dict | None = None):
@@ -87,14 +79,6 @@ def preset_flags(preset: dict, defaults: dict) -> list[str]:
     return flags
 
 
-def named(flag: str, argv: list[str]) -> list[str]:
-    """The arguments with this flag in front if the first one is a bare value: `titanic` stands for
-    `--task titanic`.
-    """
-    is_value = argv and not argv[0].startswith("-")
-    return [flag, *argv] if is_value else argv
-
-
 def explain(event) -> None:
     """Raises UserError for a value that its option cannot take. The rest is reported by tyro."""
     if isinstance(event, InvalidChoice):
@@ -108,6 +92,29 @@ def explain(event) -> None:
         if "INT" in metavar:
             wanted = "a whole number"
         raise UserError(f"{event.argument.display_name()} needs {wanted}, not {given}.")
+
+
+def hide_empty(made) -> None:
+    """Leaves "(default: None)", and an empty one, out of --help, where the comment names the
+    default. made: a dataclass of options, or a function that takes them.
+    """
+    hints = get_type_hints(made, include_extras=True)
+    for name, option in inspect.signature(made).parameters.items():
+        kind = hints[name]
+        if is_dataclass(kind):
+            hide_empty(kind)
+        elif option.default in (None, "", (), inspect.Parameter.empty):
+            made.__annotations__[name] = Annotated[kind, tyro.conf.arg(help_behavior_hint="")]
+
+
+def call(function):
+    """Calls a function with the options of the command line. A first bare value is its --task."""
+    args = sys.argv[1:]
+    if args and not args[0].startswith("-"):
+        args.insert(0, "--task")
+    hide_empty(function)
+    config = (tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone)
+    return tyro.cli(function, args=args, config=config)
 
 
 def one_sentence(main):
