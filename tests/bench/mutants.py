@@ -39,7 +39,7 @@ TESTED_BY = {
     "grpo.py": {"objective": ""},
     "flatlab/model/packing.py": {"policy": PACKED, "families": ""},
     "flatlab/model/lora_sync.py": {"policy": ADAPTED, "families": "", "model": ""},
-    "flatlab/world/blocks.py": {"env": "accepted or rejected or heredoc or bash or hand or hostile"},
+    "flatlab/world/blocks.py": {"env": "accepted or rejected or heredoc or bash or hand"},
     "flatlab/runs/store.py": {"runs": RUN},
 }
 # Of grpo.py only what computes: not its start, not the loop, not what needs an engine
