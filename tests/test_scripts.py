@@ -4,7 +4,6 @@ import json
 import shutil
 import signal
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -158,10 +157,7 @@ def test_an_episode_that_does_not_fit_is_cut(policy):
     assert len(piece.old) == 2 * 701
 
 
-def test_imitation_raises_the_probability_of_the_replies_and_resumes(
-    policy, imitate, tmp_path, monkeypatch
-):
-    """With the same weights and losses as without the interruption."""
+def test_imitation_raises_the_probability_of_the_replies(policy, imitate, tmp_path):
     first = turn("```bash\npython3 best.py\n```", "ok")
     transcripts = [transcript(0.78, first, turn(f"submit {i}")) for i in range(12)]
     [piece] = sft.sequences_from(transcript(0.78, first), policy, SFT)
@@ -171,23 +167,10 @@ def test_imitation_raises_the_probability_of_the_replies_and_resumes(
             return policy.logprobs([(piece.tokens, piece.mask)])[0].mean()
 
     before = mean_logprob()
-    whole = imitate("whole", *transcripts)
+    imitate("whole", *transcripts)
     assert mean_logprob() > before + 0.1
     weights = weights_of(policy)
-    update, calls = sft.update, count()
-
-    def interrupted(*args):
-        if next(calls) == 3:
-            raise KeyboardInterrupt
-        return update(*args)
-
-    monkeypatch.setattr(sft, "update", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        imitate("halves", *transcripts)
-    halves = imitate("halves", *transcripts)
-    for key in ("step", "loss"):
-        assert [row[key] for row in halves] == [row[key] for row in whole]
-    policy.load_adapter(tmp_path / "halves/best")
+    policy.load_adapter(tmp_path / "whole/best")
     assert has_weights(policy, weights)
 
 

@@ -707,15 +707,6 @@ def test_the_stand_in_grows_a_tree_survives_kill_9_and_goes_on(name, flags, mome
     assert "was finished before: nothing is left to run" in done(".", name, command)
 
 
-@pytest.mark.slow
-def test_ctrl_c_says_how_to_go_on():
-    code, err = run_until(".", nodes_are(1), "search.py", COMMAND, signal.SIGINT)
-    assert code == 130
-    assert "the same command continues" in err
-    assert "Traceback" not in err
-    assert read_mapping(Path("logs/x/result.json"))["status"] == "interrupted"
-
-
 def test_a_journal_of_another_version_is_refused_with_one_sentence():
     run(nodes=2)
     journal = Path("logs/a/journal.jsonl")
