@@ -657,7 +657,9 @@ def test_groups_travel_without_the_sequences_to_train_on(tmp_path):
     logprob = -0.1234567890123456789
     sampled = Segment([1, 2, 3], [-1, 0, 1], [0.0, logprob, math.nan], [-1, 4, 5])
     episode = Episode("t", 0, segments=[sampled], packed=store.packed_tokens([sampled]))
-    [group] = gather_groups([Group(0, TASK, [episode], [0.5])], TrainingRun())
+    played = [Group(1, TASK, [], []), Group(0, TASK, [episode], [0.5])]
+    group, last = gather_groups(played, TrainingRun())
+    assert (group.number, last.number) == (0, 1)
     [copy] = group.episodes
     assert (copy.segments, episode.segments) == ([], [sampled])
     (tmp_path / "episodes").mkdir()
