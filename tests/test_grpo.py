@@ -161,27 +161,17 @@ def row(step, **values):
 
 
 HEALTHY = [row(i) for i in range(12)]
-ALARMS = (
-    ({}, []),
-    ({"entropy": 0.05}, ["the entropy collapsed"]),
-    ({"entropy": 1.5}, ["the entropy explodes"]),
-    ({"clip_share": 0.4}, ["clipped"]),
-    ({"logprob_diff_mean": 1e-4}, ["drift apart"]),
-    ({"grad_norm": 3.0}, ["gradient"]),
-    ({"grad_norm": math.nan, "skipped": 1}, ["gradient", "skipped"]),
-    ({"zero_variance_share": 1.0}, ["equal rewards"]),
-    ({"fault_share": 0.3}, ["sandboxes broke"]),
-    ({"ungraded_share": 0.5}, ["grader often gives no result"]),
-    ({"lost_tokens": 2}, ["not finite"]),
-    ({"valid_share": 0.3}, ["fewer than half"]),
-)
 
 
-@pytest.mark.parametrize("values, expected", ALARMS)
-def test_alarms(values, expected):
-    alarms = metrics.alarms(row(12, **values), HEALTHY)
-    for alarm, words in zip(alarms, expected, strict=True):
-        assert words in alarm
+def test_alarms():
+    """Their bounds are below."""
+    assert metrics.alarms(row(12), HEALTHY) == []
+    for entropy, words in ((0.05, "the entropy collapsed"), (1.5, "the entropy explodes")):
+        [alarm] = metrics.alarms(row(12, entropy=entropy), HEALTHY)
+        assert alarm.startswith(words)
+    gradient, skipped = metrics.alarms(row(12, grad_norm=math.nan, skipped=1), HEALTHY)
+    assert "gradient" in gradient and "skipped" in skipped
+    assert metrics.alarms({"grad_norm": 5.0}, [{"grad_norm": 0.0}]) == []
 
 
 @pytest.mark.parametrize(
@@ -209,10 +199,6 @@ def test_bounds_of_the_alarms(key, usual, quiet, loud):
     assert metrics.alarms({key: quiet}, rows) == []
     [alarm] = metrics.alarms({key: loud}, rows)
     assert f"({key} {loud:.3g}, usually {usual:.3g})" in alarm
-
-
-def test_no_alarm_where_no_gradient_was_before():
-    assert metrics.alarms({"grad_norm": 5.0}, [{"grad_norm": 0.0}]) == []
 
 
 def test_a_row_without_numbers_does_not_spoil_what_is_usual():
