@@ -172,6 +172,7 @@ def test_alarms():
     gradient, skipped = metrics.alarms(row(12, grad_norm=math.nan, skipped=1), HEALTHY)
     assert "gradient" in gradient and "skipped" in skipped
     assert metrics.alarms({"grad_norm": 5.0}, [{"grad_norm": 0.0}]) == []
+    assert not metrics.fell_by_half(0.0, metrics.LOST)
 
 
 @pytest.mark.parametrize(
@@ -278,6 +279,7 @@ def test_best_is_the_adapter_with_the_largest_mean_value():
     steady = judged(TASK, *[0.742] * 64)
     assert nothing["score_mean"] is nothing["score_best_of_8"] is None
     assert (nothing["value_mean"], nothing["valid_share"]) == (-1, 0)
+    assert not [key for key in nothing if "." in key]  # those of several tasks
     assert summary_text(nothing) == "value -1.0000 ± 0.0000, 0% valid"
     assert risky["score_mean"] == pytest.approx(0.79)
     assert metrics.better(nothing, None)
@@ -448,6 +450,7 @@ def test_paired_differences_by_hand():
     nothing, baseline = scored_group(task, None), scored_group(task, task.baseline)
     paired = metrics.paired_difference([nothing], [baseline])
     assert paired == {"difference": -1, "difference_stderr": None, "difference_n": 1}
+    assert metrics.paired_difference([nothing], [])["difference"] is None
 
 
 def test_paired_runs_are_compared_with_the_untrained_adapter_and_best_alone_shows_the_test():
@@ -477,6 +480,7 @@ def test_a_row_has_times_and_memory():
     assert (row["seconds"], row["tokens_per_second"]) == (6.0, 5.0)
     assert [row[phase] for phase in metrics.PHASES] == [1.0, 2.0, 3.0, 4.0]
     assert 0.01 < row["memory_gb"] < 1000
+    assert metrics.peak_bytes("cpu") % 1024 == 0
 
 
 def test_the_first_results_in_a_row_of_tasks():
