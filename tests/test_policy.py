@@ -25,8 +25,9 @@ from flatlab.model.packing import (
     common_prompt,
     lora_forward,
 )
+from flatlab.model.path import STAND_IN, resolve_model
 from helpers import PROJECT, TINY_TEXTS, make_model, python, user_error
-from policy import TINY, Agreement, Policy, Trainer, lora_settings, resolve_model
+from policy import Agreement, Policy, Trainer, lora_settings
 from training import all_close, has_weights, pair, randomise, weights_of
 
 CHAT = [
@@ -180,7 +181,8 @@ def test_log_probs_that_are_no_numbers_are_refused(policy):
 
 BF16 = """
 import asyncio
-from policy import Policy, resolve_model
+from flatlab.model.path import resolve_model
+from policy import Policy
 from test_policy import BROKEN, test_verify_refuses_a_broken_sync
 
 Policy.dtype = "bfloat16"
@@ -564,7 +566,8 @@ def test_rank_alpha_and_layers_are_those_of_the_adapter(policy, tmp_path):
 COMPILED = """
 import asyncio, sys
 from flatlab.options import ModelOptions
-from policy import Policy, resolve_model
+from flatlab.model.path import resolve_model
+from policy import Policy
 policy = Policy(resolve_model(sys.argv[1]), ModelOptions(context=512, compile=True), lora_rank=8)
 agreement = asyncio.run(policy.verify())["random adapter"]
 assert agreement.largest < 1e-4, agreement
@@ -653,9 +656,9 @@ def test_a_model_without_one_of_its_tensors_is_refused(tmp_path):
     from transformers import AutoModelForCausalLM
 
     folder = tmp_path / "model"
-    shutil.copytree(TINY, folder)
+    shutil.copytree(STAND_IN, folder)
     lost = "model.layers.1.self_attn.q_proj.weight"
-    model = AutoModelForCausalLM.from_pretrained(TINY)
+    model = AutoModelForCausalLM.from_pretrained(STAND_IN)
     weights = {name: values for name, values in model.state_dict().items() if name != lost}
     model.save_pretrained(folder, state_dict=weights)
     assert refused(folder).endswith(f"lack {lost}: fetch the model again.")

@@ -24,13 +24,13 @@ import sft
 from examples import learn
 from flatlab import files, options
 from flatlab.errors import SandboxFault, UserError
+from flatlab.model.path import ModelPath
 from flatlab.options import BOUNDS, EpisodeOptions
-from flatlab.runs import cli, store, trackers
+from flatlab.runs import cli, start, store, trackers
 from flatlab.runs.fingerprint import fingerprint, model_parts
 from flatlab.sandbox.client import Sandbox
 from flatlab.task.sanity import degenerate
 from helpers import MADE_BY, PROJECT, python, slow, step_row, user_error
-from policy import ModelPath
 from tasks import load_task
 
 CONFIG = helpers.CONFIG | {"hidden": (8, 16)}
@@ -192,7 +192,7 @@ def test_the_files_of_a_model_and_of_its_adapter_count(tmp_path):
 
 def test_a_model_of_the_hub_counts_with_its_revision(monkeypatch):
     path = "/hub/models--org--m/snapshots/0123456789abcdef/config.json"
-    monkeypatch.setattr("transformers.utils.cached_file", lambda *_: path)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_: path)
     assert model_parts(ModelPath("org/m", None, False)) == ["0123456789abcdef"]
 
 
@@ -303,7 +303,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(tmp_path, monkeyp
     monkeypatch.setattr(files, "to_disk", full_disk)
     with pytest.raises(OSError, match="No space left"):
         run.update_result(status="finished")
-    with user_error("another"), store.recorded_end([run], tmp_path):  # no room to say so
+    with user_error("another"), start.recorded([run]):  # no room to say so
         raise UserError("another")
     assert run.result == files.read_mapping(tmp_path / "result.json") == {"status": "running"}
     assert not list(tmp_path.rglob(".tmp-*"))
@@ -331,7 +331,7 @@ def test_what_ended_a_run_is_one_sentence_here_and_in_its_result(
     runs[1].update_result(status="finished")
 
     def main():
-        with store.recorded_end(runs, tmp_path):
+        with start.recorded(runs):
             raise error
 
     with pytest.raises(SystemExit) as end:
@@ -451,8 +451,7 @@ def parse(tmp_path):
 
     def parse(text, *flags):
         preset.write_bytes(text.encode())
-        with cli.on_parse_error(cli.explain):
-            return cli.parse_config(Nested, [str(preset), *flags])
+        return cli.parse_config(Nested, [str(preset), *flags])
 
     return parse
 
@@ -511,11 +510,15 @@ WRONG_VALUES = {
     "--tau abc": "--tau needs a number, not 'abc'.",
     "--minutes 1h": "--minutes needs a number, not '1h'.",
     "--minutes it's": '--minutes needs a number, not "it\'s".',
+    "--minutes=": "--minutes needs a number, not ''.",
     "--steps 1.5": "--steps needs a whole number, not '1.5'.",
-    "--seeds 1 x": "--seeds needs a whole number, not '1', 'x'.",
+    "--seeds 1 x": "--seeds needs a whole number, not 'x'.",
+    "--seeds 0,1": "--seeds needs a whole number, not '0,1': separate values by spaces, as in "
+    "--seeds 0 1.",
+    "--seeds 0 --seeds 1": "--seeds is given twice: write its values after one --seeds.",
     "--thoughts kepe": "Unknown --thoughts 'kepe'; did you mean keep? the names are drop, keep.",
     "--rule 7": "Unknown --rule '7'; the names are a, b.",
-    "--rule None": "--rule needs one of {a,b}, not 'None'.",
+    "--rule None": "Unknown --rule 'None'; the names are a, b.",
     "--minutes None": "--minutes needs a number, not 'None'.",
     "--names a\udcff": "This argument is no valid text: 'a\\udcff'.",
     "--names a\0": "This argument is no valid text: 'a\\x00'.",
@@ -534,7 +537,7 @@ def test_bounds_and_resumable_options_name_options_and_defaults_are_within(scrip
     cfg = script.Config()
     names = {*cfg.BOUNDS, *cfg.RESUMABLE} - {"trackers"}  # not all scripts have them
     assert names <= options.flat(cfg).keys()
-    options.check_values(cfg)
+    options.check_bounds(cfg)
 
 
 def test_the_bounds_beside_an_option_hold():
@@ -543,7 +546,7 @@ def test_the_bounds_beside_an_option_hold():
         (Nested(minutes=math.inf), "--minutes must be from 1e-06 to 1000000000, not inf"),
     ):
         with user_error(re.escape(sentence)):
-            options.check_values(wrong)
+            options.check_bounds(wrong)
 
 
 def test_the_help_names_no_default_that_is_none(capsys):

@@ -7,7 +7,6 @@ import logging
 import time
 
 from flatlab.errors import UserError
-from flatlab.model.chat import ChatTokens
 
 # Records of vLLM's log at the end of a phase of its start -> the name of the phase
 PHASES = {
@@ -17,30 +16,6 @@ PHASES = {
     "%sInitial profiling/warmup run took %.2f s": "warm-up",
     "Graph capturing finished in %.0f secs, took %.2f GiB": "CUDA graphs",
 }
-
-
-def check_model(base: str):
-    """Reads the config and the tokenizer of a model, before its weights are loaded. Returns the
-    config. From here on transformers shows no progress bars and no messages.
-
-    Raises UserError if a file is missing or damaged, if there is no chat template, or if the
-    weights are quantised.
-    """
-    from transformers import AutoConfig
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    with loading("transformers", base):
-        config = AutoConfig.from_pretrained(base)
-        ChatTokens(base)
-    method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
-    if method:
-        raise UserError(
-            f"The weights of {base} are quantised ({method}), and LoRA is trained on plain ones "
-            "here: choose a version in bf16."
-        )
-    return config
 
 
 def count_weights(base: str) -> int:

@@ -130,7 +130,7 @@ class FlatlabHarness(vf.Harness[FlatlabHarnessConfig]):
             max_reply_tokens=ctx.sampling.max_tokens or options.episode.max_reply_tokens,
             episode_minutes=min(limit / 60, options.episode.episode_minutes),
         )
-        derive(ModelOptions(context=options.context), limits, is_tiny=False)
+        derive(ModelOptions(context=options.context), limits, stand_in=False)
         try:
             message = data.system_prompt or ""
             world = await in_thread(Env, load(data.task), options.sandbox, seed, message)
