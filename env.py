@@ -16,8 +16,6 @@ docs/clusters.md lists what the sandboxes cover and what they do not.
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
@@ -45,11 +43,15 @@ ALL_FILES = 10**9
 @dataclass(frozen=True)
 class Step:
     observation: str
-    done: bool
+    ended: str  # reason of the end of the episode, which becomes its status; "" while it goes on
     score: Score | None  # set by `validate`
     status: str  # "ok", "error" (exit code), "timeout", "rejected", "validate", "invalid", "submit"
     seconds: float
     action: str | None = None
+
+    @property
+    def done(self) -> bool:
+        return bool(self.ended)
 
 
 class Env(AbstractContextManager, AbstractAsyncContextManager):
@@ -60,7 +62,7 @@ class Env(AbstractContextManager, AbstractAsyncContextManager):
         sandbox: SandboxOptions, or the name of a backend.
         seed: Python's hash seed in the sandbox.
         message: Text at the end of the first message.
-        ends_at_score: Whether a valid score ends the episode, which the texts then say.
+        ends_at_score: A valid score ends the episode, and the texts say so.
         limits: memory, disk, cpus, processes, see flatlab.sandbox.backend.Spec.
 
     Raises UserError if the task needs something this machine lacks (a GPU, the network, a
@@ -152,7 +154,14 @@ class Env(AbstractContextManager, AbstractAsyncContextManager):
         timeout = min(timeout or self.task.step_timeout, self.task.step_timeout)
         action, observation, status, score = act(self, reply, timeout)
         seconds = time.monotonic() - begin
-        return Step(readable(observation), status == "submit", score, status, seconds, action)
+        ended = self.ending(status, score)
+        return Step(readable(observation), ended, score, status, seconds, action)
+
+    def ending(self, status: str, score: Score | None) -> str:
+        """Reason why the episode ends after a step: submit, validated, or "" if it goes on."""
+        if status == "submit":
+            return "submit"
+        return "validated" if self.ends_at_score and score and score.valid else ""
 
     def score(self, split: str | None = None) -> Score:
         """Grades the artefacts as they are now.
@@ -190,20 +199,6 @@ class Env(AbstractContextManager, AbstractAsyncContextManager):
         public = self.task.public.items()
         box.put({path: file for path, file in public if self.task.is_artefact(path)})
         self.note_given()
-
-    def fork(self, clear_artefacts: bool = True) -> Env:
-        """An independent copy: written files, working directory, exported variables.
-
-        See `restore` for clear_artefacts.
-        """
-        told = self.message, self.ends_at_score
-        twin = Env(self.task, self.options, self.seed, *told, **self.limits)
-        try:
-            twin.restore(self.snapshot(), clear_artefacts)
-        except BaseException:
-            twin.close()
-            raise
-        return twin
 
     def close(self) -> None:
         """Ends the sandbox and a running grading. Calls in other threads raise SandboxFault."""
@@ -278,27 +273,9 @@ def read_reply() -> str:
     return "\n".join(lines)
 
 
-def run_attached(command: str) -> int:
-    """Runs a command in the sandbox of the calling program's episode, see grpo.py --agent.
-
-    Prints what an agent sees. Returns 0, or 1 if the command failed.
-    """
-    import httpx
-
-    url = f"{os.environ.get('OPENAI_BASE_URL')}/act"
-    try:
-        answer = httpx.post(url, json={"command": command}, timeout=None, trust_env=False)
-        step = answer.raise_for_status().json()
-    except httpx.HTTPError as error:
-        raise UserError(f"--attach is for programs of grpo.py --agent: {error}") from None
-    print(step["observation"])
-    return int(step["status"] not in ("ok", "validate", "submit"))
-
-
 def by_hand(
     task: str = "titanic",
     prompts: str | None = None,
-    attach: str | None = None,
     sandbox: SandboxOptions = SandboxOptions(),  # noqa: B008
 ) -> None:
     """Play an episode at the terminal, as an agent does. `submit` or Ctrl-D ends it.
@@ -306,18 +283,14 @@ def by_hand(
     Args:
         task: Name of the task, see `python tasks.py`, or a Harbor task folder.
         prompts: File of the texts that an agent reads; default: configs/prompts/agent.yaml.
-        attach: Run this command, or validate or submit, in the sandbox of a running episode: that
-            of the agent program which calls, see docs/extend.md.
         sandbox: The kind of sandbox and what it offers.
     """
-    if attach is not None:
-        sys.exit(run_attached(attach))
     [task] = open_tasks(TaskOptions((task,)), sandbox, True)
     with Env(task, sandbox) as env:
         prompt = env.reset(EpisodeOptions(prompts=prompts))
         print(f"\n{HOW_TO_PLAY}\n{prompt}\n")
-        done = False
-        while not done:
+        ended = ""
+        while not ended:
             try:
                 reply = read_reply()
             except EOFError:
@@ -325,7 +298,7 @@ def by_hand(
                 reply = "```bash\nsubmit\n```"
             step = env.step(reply)
             print(f"{step.observation}\n[{step.status}, {step.seconds:.3f} s]")
-            done = step.done
+            ended = step.ended
         for split in env.task.splits:
             print(f"[{split} part] {score_sentence(env.score(split), env.task)}")
 

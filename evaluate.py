@@ -116,12 +116,14 @@ def stored_episodes(run, tasks: list) -> dict[int, Group]:
     """Groups of one episode that this run has played before, by number. Faults are played again."""
     played = {}
     for file in sorted((run.dir / "episodes").glob("[0-9]*.jsonl")):
-        rows = read_rows(file)
-        if len(rows) != 1:
-            raise UserError(f"{file} is damaged: remove it, and its episode is played again.")
-        [row] = rows
         number = int(file.stem)
-        episode = validated(Episode, row, file)
+        try:
+            [row] = read_rows(file)
+            episode = validated(Episode, row, file)
+        except (UserError, ValueError):  # ValueError: none or several rows
+            raise UserError(
+                f"{file} is damaged: remove it, and its episode is played again."
+            ) from None
         if episode.status != "fault":
             played[number] = Group(number, tasks[number % len(tasks)], [episode], [])
     return played

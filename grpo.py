@@ -293,8 +293,6 @@ class Config:
     ahead: int = 0  # steps sampled ahead of the update; bounds the lag of an episode's first token
     # episodes in flight at once in each process: 32 for each of the 1 + ahead steps
     concurrency: int | None = None
-    # command of a program that plays the episodes, see docs/extend.md; default: episode.play
-    agent: str | None = None
 
     reward: Literal[*REWARDS] = "continuous"  # function of the improvement over the baseline
     advantage: Literal[*ADVANTAGES] = "group"  # what an episode is compared with
@@ -361,15 +359,6 @@ def rewards_of(group: Group, cfg: Config) -> list[float]:
     return rewards
 
 
-def agent_loop(cfg: Config) -> Callable:
-    """Loop that plays an episode: flatlab's own, or the program of --agent."""
-    if not cfg.agent:
-        return play
-    from integrations import agent_program
-
-    return functools.partial(agent_program.play, command=cfg.agent)
-
-
 async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
     """Plays the groups of a plan; returns those of this rank by number.
 
@@ -380,13 +369,12 @@ async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
     planned = [*plan.tasks, *plan.replacements]
     mine = slice(job.ranks.rank, None, job.ranks.world)
     spare = iter(range(len(plan.tasks), len(planned))[mine])
-    play_one = agent_loop(cfg)
     groups = []
 
     async def one(task, number):
         seed = plan.seed * 100_003 + number
         async with slots.slot(plan.order), env.Env(task, cfg.sandbox, seed) as world:
-            return await run_episode(world, policy, cfg.episode, seed, plan.test, play_one)
+            return await run_episode(world, policy, cfg.episode, seed, plan.test, job.play)
 
     async def fill(number):
         while number is not None:
@@ -405,10 +393,6 @@ async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
     async with asyncio.TaskGroup() as together:
         for number in range(len(plan.tasks))[mine]:
             together.create_task(fill(number))
-    if cfg.agent:
-        from integrations.agent_program import check_programs
-
-        check_programs([e for group in groups for e in group.episodes])
     return sorted(groups, key=lambda group: group.number)
 
 
@@ -545,11 +529,13 @@ def micro_loss(policy, part: list, cfg: Config, meter: Meter, epoch: int, kl_wei
 # ------------------------------------------------------------------------------ train
 
 
-async def train(policy, cfg: Config, job, update=update) -> None:
+async def train(policy, cfg: Config, job, update=update, play=play) -> None:
     """All steps and evaluations. Episodes of later steps go on while the trainer's thread computes.
 
-    update: the function that learns. Only rank 0 has a run to write.
+    update: the function that learns. play: the loop of an episode, see run_episode. Only rank 0
+    has a run to write.
     """
+    job.play = play
     optimizer = policy.make_optimizer(cfg.lr, **ADAMW)
     rows = await begin(policy, optimizer, cfg, job)
     weights = [TASK_WEIGHTS.get(task.name, 1) for task in job.tasks]
@@ -670,8 +656,6 @@ def check(cfg: Config, model) -> None:
             f"With --ahead, the bounds of --loss {cfg.loss} would clip most of what is sampled: "
             "choose another loss, or wider bounds in LOSSES."
         )
-    if cfg.agent and cfg.episode.thoughts != "keep":
-        raise UserError("--thoughts is not for --agent: the program chooses what the model reads.")
 
 
 def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train) -> None:

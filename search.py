@@ -310,12 +310,10 @@ class NodeEnv(env.Env):
         else:
             super().restart()
 
-    def step(self, reply, *arguments, **settings):
-        step = super().step(reply, *arguments, **settings)
-        cfg = self.tree.cfg
-        scored = step.score and step.score.valid
-        out_of_tokens = cfg.tokens is not None and self.tree.tokens() >= cfg.tokens
-        return replace(step, done=step.done or scored or out_of_tokens)
+    def ending(self, status, score):
+        limit = self.tree.cfg.tokens
+        out_of_tokens = limit is not None and self.tree.tokens() >= limit
+        return super().ending(status, score) or ("stopped" if out_of_tokens else "")
 
 
 async def play_node(t: Tree, node: Node, parents: list[Node]) -> tuple[Episode, bytes]:

@@ -96,7 +96,7 @@ def best_episodes(cfg: Config, tasks: list) -> list[dict]:
             raise UserError(f"--runs: there is no run directory {run}.")
         # the names of evaluations begin with a letter
         for file in sorted(Path(run).rglob("episodes/[0-9]*.jsonl")):
-            for episode in read_rows(file):
+            for episode in read_episodes(file):
                 score, task = episode["score"], by_name.get(episode["task"])
                 if not task or not score or not score["valid"]:
                     continue
@@ -112,6 +112,15 @@ def best_episodes(cfg: Config, tasks: list) -> list[dict]:
         names, runs = " ".join(by_name), " ".join(cfg.runs)
         raise UserError(f"--runs: no episode of {names} in {runs or 'no run'} beats the baseline.")
     return chosen
+
+
+def read_episodes(file: Path) -> list[dict]:
+    """The episodes in a file, which was written whole. Raises UserError if it is damaged."""
+    rows = read_rows(file)
+    is_whole = file.read_bytes().endswith(b"\n")
+    if not is_whole or any({"task", "score", "prompt", "turns"} - row.keys() for row in rows):
+        raise UserError(f"--runs: {file} is damaged: restore it from a copy, or remove it.")
+    return rows
 
 
 def replies_of(transcript: dict) -> str:

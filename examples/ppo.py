@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import grpo  # noqa: E402
+from flatlab.errors import UserError  # noqa: E402
 from flatlab.files import load_tensors, save_tensors  # noqa: E402
 from flatlab.runs import cli  # noqa: E402
 from flatlab.train.batch import (  # noqa: E402
@@ -95,9 +96,13 @@ class ActorCritic(Policy):
     def load_adapter(self, folder) -> None:
         super().load_adapter(folder)
         file = Path(folder) / HEAD_FILE
-        if self.head and file.is_file():
+        begins = str(folder) == self.path.adapter  # which may be trained without a value head
+        if self.head and not (begins and not file.exists()):
             state = load_tensors(file, self.device)
-            self.head.load_state_dict(state)
+            try:
+                self.head.load_state_dict(state)
+            except (RuntimeError, TypeError):
+                raise UserError(f"{file} is not the value head of this model.") from None
 
 
 # ------------------------------------------------------------------------------ learn

@@ -107,7 +107,10 @@ def read_rows(path) -> list[dict]:
     rows = []
     try:
         for line in Path(path).read_bytes().split(b"\n")[:-1]:
-            rows.append(dict(json.loads(line)))
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise TypeError
+            rows.append(row)
     except FileNotFoundError:
         return []
     except OSError as error:

@@ -1,8 +1,12 @@
-"""Episodes that an agent program plays which someone already has: grpo.py --agent COMMAND.
+"""GRPO for an agent program that you already have: grpo.py, with episodes that the program plays.
+
+    python integrations/agent_program.py --task titanic --agent 'python my_agent.py'
+    python integrations/agent_program.py --attach 'ls -l'      from the program: runs a command
 
 Each episode starts the program on this machine and serves it an OpenAI-style endpoint, which keeps
-the tokens and log-probs of every reply. `python env.py --attach` runs a command in the episode's
-sandbox. docs/extend.md says what a program has to do.
+the tokens and log-probs of every reply. `--attach` runs a command in the sandbox of the episode
+whose program calls, and prints what an agent sees. docs/extend.md says what a program has to do.
+The same command again resumes a run.
 """
 
 import asyncio
@@ -10,21 +14,32 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import os
 import secrets
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
 
+import tyro
 from aiohttp import web
 
-from env import Step
-from flatlab.errors import UserError
-from flatlab.model.chat import Sample
-from flatlab.model.endpoint import go_around_proxies, text_of
-from flatlab.world.episode import (
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import grpo  # noqa: E402
+from env import Step  # noqa: E402
+from flatlab.errors import UserError  # noqa: E402
+from flatlab.model.chat import Sample  # noqa: E402
+from flatlab.model.endpoint import go_around_proxies, text_of  # noqa: E402
+from flatlab.options import EpisodeOptions  # noqa: E402
+from flatlab.runs import cli  # noqa: E402
+from flatlab.world.episode import (  # noqa: E402
     act_command,
     in_thread,
     invoke,
@@ -32,6 +47,7 @@ from flatlab.world.episode import (
     step_record,
     turn_record,
 )
+from policy import Policy  # noqa: E402
 
 # Precedes the command in its shell. The input of this shell ends when this process does, however it
 # ends, and then the program is killed. The program itself has no input.
@@ -51,6 +67,26 @@ POLL_SECONDS = 0.05  # between looks whether a program has ended
 # Reads requests beside the event loop. It has one thread, because a tokenizer serves one.
 READER = ThreadPoolExecutor(1, "agent_program")
 twin_of = functools.lru_cache(1)(lambda policy: policy.twin())
+
+
+@dataclass
+class Limits(EpisodeOptions):
+    """The limits and texts of an episode. The program chooses what the model reads."""
+
+    thoughts: Literal["keep"] = "keep"
+
+
+@dataclass
+class Config(grpo.Config):
+    """The options of grpo.py, and the program."""
+
+    # command of the program, see docs/extend.md
+    agent: str = tyro.MISSING
+
+    episode: Limits = field(default_factory=Limits)
+
+
+# ------------------------------------------------------------------ requests
 
 
 def join(messages: list[dict]) -> str:
@@ -77,9 +113,11 @@ def read(data: bytes, policy, samples: dict, limit: int) -> tuple[list, list[lis
     check_fields(body)
     for name in ("max_tokens", "max_completion_tokens"):
         wanted = body.get(name)
-        limit = limit if wanted is None else min(limit, int(wanted))
-    if limit < 1:
-        raise ValueError("max_tokens must be positive")
+        if wanted is None:
+            continue
+        if not (isinstance(wanted, (int, float)) and 1 <= wanted < math.inf):
+            raise ValueError(f"{name}={wanted!r:.100} is no number of tokens")
+        limit = min(limit, int(wanted))
     messages = [message | {"content": text_of(message["content"])} for message in body["messages"]]
     groups = itertools.groupby(messages, lambda message: message["role"] == "assistant")
     parts = [list(group) for _, group in groups]
@@ -91,7 +129,112 @@ def read(data: bytes, policy, samples: dict, limit: int) -> tuple[list, list[lis
         sample = samples.get(text) or Sample(policy.encode(text), [], text, "length", 0)
         after = policy.observation_tokens(following, sample.stop_reason == "stop")
         tokens = tokens + sample.tokens + after
+    if len(tokens) + limit > policy.context:
+        raise ValueError(f"{len(tokens)} tokens: over the maximum context length")
     return tokens, parts, limit
+
+
+# ------------------------------------------------------------------ one episode
+
+
+class Endpoint:
+    """The policy and the sandbox of one episode, as its program reaches them."""
+
+    def __init__(self, env, policy, episode, options, history):
+        self.env = env
+        self.policy = policy
+        self.episode = episode
+        self.options = options
+        self.history = history
+        self.deadline = time.monotonic() + 60 * options.episode_minutes
+        self.over = asyncio.Future()  # status of the episode
+        self.requests = itertools.count()
+        self.samples = {}  # by text
+        self.turn = {}  # record of the latest reply
+        self.one_command = asyncio.Lock()
+
+    def end(self, status: str) -> None:
+        if not self.over.done():
+            self.over.set_result(status)
+
+    async def or_end(self, work):
+        """Awaits what the program is not to blame for: an error ends the episode."""
+        try:
+            return await work
+        except Exception as error:
+            if not self.over.done():
+                self.over.set_exception(error)
+            raise web.HTTPInternalServerError from error
+
+    async def chat(self, request):
+        """Answers a request. The run sets the sampling, whatever the request says."""
+        data = await request.read()
+        run = asyncio.get_running_loop().run_in_executor
+        facts = data, twin_of(self.policy), self.samples, self.options.max_reply_tokens
+        try:
+            tokens, parts, limit = await run(READER, invoke, read, *facts)
+        except Exception as error:  # a missing field, or an error of the chat template
+            raise unreadable(error) from error
+        number = next(self.requests)
+        if number == 0:
+            system = [message for message in parts[0] if message["role"] == "system"]
+            self.episode.system = join(system)
+            self.episode.prompt = join([m for m in parts[0] if m not in system])
+        if number >= self.options.max_turns:
+            self.end("turn_limit")
+            raise web.HTTPForbidden
+        seed = reply_seed(self.episode.seed, number)
+        sample = await self.or_end(self.policy.sample(tokens, limit, seed=seed))
+        self.samples[sample.text] = sample
+        self.turn["observation"] = join(parts[-1])
+        # until a command runs
+        self.turn = turn_record(sample, Step("", "", None, "rejected", 0.0))
+        self.episode.add(tokens, sample, self.turn)
+        return web.json_response(completion(number, tokens, sample))
+
+    async def act(self, request):
+        """Runs a command."""
+        data = await request.read()
+        try:
+            command = json.loads(data)["command"]
+            command.encode()
+        except Exception as error:  # not a text, or not one in UTF-8
+            raise unreadable(error) from error
+        async with self.one_command:  # commands that wait at the end of the episode never start
+            left = max(1.0, self.deadline - time.monotonic())
+            step = await self.or_end(in_thread(self.env.step, command, left, act_command))
+        self.turn.update(step_record(step))
+        if step.ended:
+            self.end(step.ended)
+        observation = self.history.cap(step.observation)
+        return web.json_response({"observation": observation, "status": step.status})
+
+    async def wait_for(self, program) -> str:
+        """Waits until something ends the episode; returns its status."""
+        while not self.over.done():
+            await asyncio.wait([self.over], timeout=POLL_SECONDS)
+            if program.poll() is not None:
+                self.end("exit")
+            if time.monotonic() >= self.deadline:
+                self.end("time_limit")
+        return self.over.result()
+
+
+def unreadable(error: Exception) -> web.HTTPBadRequest:
+    return web.HTTPBadRequest(text=f"This request cannot be read: {error!r}")
+
+
+def completion(number: int, tokens: list[int], sample: Sample) -> dict:
+    """A reply in the form of OpenAI's chat completions. tokens: those before it."""
+    message = {"role": "assistant", "content": sample.text}
+    choice = {"index": 0, "message": message, "finish_reason": sample.stop_reason}
+    usage = {
+        "prompt_tokens": len(tokens),
+        "completion_tokens": len(sample.tokens),
+        "total_tokens": len(tokens) + len(sample.tokens),
+    }
+    kind = {"id": f"{number}", "object": "chat.completion", "model": "flatlab"}
+    return kind | {"choices": [choice], "usage": usage}
 
 
 @contextlib.asynccontextmanager
@@ -136,107 +279,78 @@ def end_of(file) -> str:
     return file.read().decode(errors="replace").strip()
 
 
-def check_programs(episodes: list) -> None:
-    """Raises UserError if every program has ended before its first request."""
-    if episodes and all(e.status == "exit" and not e.turns for e in episodes):
-        raise UserError(
-            f"In none of {len(episodes)} episodes did the program of --agent ask the policy. "
-            f"The last one ended with {episodes[-1].fault}"
-        )
-
-
 async def play(env, policy, episode, options, history, command: str) -> str:
     """A loop for run_episode(): starts a program and answers it until it ends.
 
     Returns the status of the episode, which is "exit" if the program ended without `submit`.
     """
-    deadline = time.monotonic() + 60 * options.episode_minutes
-    over = asyncio.Future()  # status of the episode
-    numbers = itertools.count()
-    samples = {}
-    turn = {}  # record of the latest reply
-    one_command = asyncio.Lock()
-
-    def end(status: str) -> None:
-        if not over.done():
-            over.set_result(status)
-
-    async def or_end(work):
-        """Awaits what the program is not to blame for: an error ends the episode."""
-        try:
-            return await work
-        except Exception as error:
-            if not over.done():
-                over.set_exception(error)
-            raise web.HTTPInternalServerError from error
-
-    async def chat(request):
-        """Answers a request. The run sets the sampling, whatever the request says."""
-        nonlocal turn
-        data = await request.read()
-        run = asyncio.get_running_loop().run_in_executor
-        try:
-            facts = data, twin_of(policy), samples, options.max_reply_tokens
-            tokens, parts, limit = await run(READER, invoke, read, *facts)
-        except Exception as error:  # a missing field, or an error of the chat template
-            raise web.HTTPBadRequest(text=f"This request cannot be read: {error!r}") from error
-        if len(tokens) + limit > policy.context:
-            text = f"{len(tokens)} tokens: over the maximum context length."
-            raise web.HTTPBadRequest(text=text)
-        number = next(numbers)
-        if number == 0:
-            system = [message for message in parts[0] if message["role"] == "system"]
-            episode.system = join(system)
-            episode.prompt = join([message for message in parts[0] if message not in system])
-        if number >= options.max_turns:
-            end("turn_limit")
-            raise web.HTTPForbidden
-        seed = reply_seed(episode.seed, number)
-        sample = await or_end(policy.sample(tokens, limit, seed=seed))
-        samples[sample.text] = sample
-        turn["observation"] = join(parts[-1])
-        turn = turn_record(sample, Step("", False, None, "rejected", 0.0))  # until a command runs
-        episode.add(tokens, sample, turn)
-        message = {"role": "assistant", "content": sample.text}
-        choice = {"index": 0, "message": message, "finish_reason": sample.stop_reason}
-        usage = {
-            "prompt_tokens": len(tokens),
-            "completion_tokens": len(sample.tokens),
-            "total_tokens": len(tokens) + len(sample.tokens),
-        }
-        kind = {"id": f"{number}", "object": "chat.completion", "model": "flatlab"}
-        return web.json_response(kind | {"choices": [choice], "usage": usage})
-
-    async def act(request):
-        command = str((await request.json())["command"])
-        async with one_command:  # commands that wait at the end of the episode never start
-            left = max(1.0, deadline - time.monotonic())
-            step = await or_end(in_thread(env.step, command, left, act_command))
-        turn.update(step_record(step))
-        if step.done:
-            end("submit")
-        observation = history.cap(step.observation)
-        return web.json_response({"observation": observation, "status": step.status})
-
+    endpoint = Endpoint(env, policy, episode, options, history)
     key = secrets.token_hex()
     app = web.Application(client_max_size=TOKEN_BYTES * policy.context)
-    app.router.add_post(f"/{key}/v1/chat/completions", chat)
-    app.router.add_post(f"/{key}/v1/act", act)
-    variables = {
-        "OPENAI_API_KEY": key,
-        "FLATLAB_SYSTEM": episode.system,
-        "FLATLAB_PROMPT": episode.prompt.replace("\0", " "),  # a variable cannot hold it
-    }
+    app.router.add_post(f"/{key}/v1/chat/completions", endpoint.chat)
+    app.router.add_post(f"/{key}/v1/act", endpoint.act)
     go_around_proxies()
     async with served(app) as port:
-        variables["OPENAI_BASE_URL"] = f"http://127.0.0.1:{port}/{key}/v1"
+        variables = {
+            "OPENAI_API_KEY": key,
+            "OPENAI_BASE_URL": f"http://127.0.0.1:{port}/{key}/v1",
+            "FLATLAB_SYSTEM": episode.system,
+            "FLATLAB_PROMPT": episode.prompt.replace("\0", " "),  # a variable cannot hold it
+        }
         with started(command, variables) as (program, stderr):
-            while not over.done():
-                await asyncio.wait([over], timeout=POLL_SECONDS)
-                if program.poll() is not None:
-                    end("exit")
-                if time.monotonic() >= deadline:
-                    end("time_limit")
-            if over.result() == "exit":
+            status = await endpoint.wait_for(program)
+            if status == "exit":
                 episode.fault = f"exit code {program.returncode}: {end_of(stderr)}"
-    return over.result()
+    return status
+
+
+# ------------------------------------------------------------------ the run
+
+
+def update(policy, optimizer, groups: list, cfg: Config, job) -> dict:
+    """The update of grpo.py.
+
+    Raises UserError if every program of the step has ended before its first request.
+    """
+    episodes = [e for group in groups for e in group.episodes]
+    if episodes and all(e.status == "exit" and not e.turns for e in episodes):
+        raise UserError(
+            f"In none of {len(episodes)} episodes did the program of --agent ask the policy. "
+            f"The last one ended with {episodes[-1].fault}"
+        )
+    return grpo.update(policy, optimizer, groups, cfg, job)
+
+
+async def train(policy, cfg: Config, job) -> None:
+    """The loop of grpo.py, with episodes that the program plays."""
+    await grpo.train(policy, cfg, job, update, functools.partial(play, command=cfg.agent))
+
+
+def run_attached(command: str) -> int:
+    """Runs a command in the sandbox of the episode whose program calls. Prints what an agent sees.
+
+    Returns 0, or 1 if the command failed.
+    """
+    import httpx
+
+    url = f"{os.environ.get('OPENAI_BASE_URL')}/act"
+    try:
+        answer = httpx.post(url, json={"command": command}, timeout=None, trust_env=False)
+        step = answer.raise_for_status().json()
+    except httpx.HTTPError as error:
+        raise UserError(f"--attach is for a program that --agent has started: {error}") from None
+    print(step["observation"])
+    return int(step["status"] not in ("ok", "validate", "submit"))
+
+
+def main() -> None:
+    if sys.argv[1:2] != ["--attach"]:
+        grpo.main(Config, Path(__file__).stem, Policy, train)
+    elif len(sys.argv) == 3:
+        sys.exit(run_attached(sys.argv[2]))
+    else:
+        raise UserError("--attach takes one command, in quotes: --attach 'ls -l'.")
+
+
+if __name__ == "__main__":
+    cli.one_sentence(main)

@@ -23,6 +23,7 @@ from unittest.mock import patch
 import pytest
 
 from competition import write
+from env import Env
 from flatlab.errors import UserError
 from flatlab.model.chat import Sample
 from flatlab.options import EpisodeOptions
@@ -61,6 +62,13 @@ def user_error(sentence):
 def do(world, text):
     """The step of an environment for one bash block."""
     return world.step(block(text))
+
+
+def copy_of(world, clear_artefacts=True):
+    """Another environment with the written files, working directory and exported variables."""
+    twin = Env(world.task, world.options, world.seed)
+    twin.restore(world.snapshot(), clear_artefacts)
+    return twin
 
 
 def run_here(main, *flags, monkeypatch, capsys):

@@ -1,10 +1,9 @@
-"""Agent programs of other people: grpo.py --agent, with a real engine and real sandboxes."""
+"""Agent programs of other people, with a real engine and real sandboxes."""
 
 import asyncio
 import functools
 import json
 import os
-import re
 import shlex
 import sys
 import threading
@@ -31,11 +30,13 @@ from helpers import (
     dead_proxy,
     play_once,
     python,
+    run_here,
     trained,
 )
 from integrations import agent_program
 from training import TASK
 
+SCRIPT = PROJECT / "integrations/agent_program.py"
 # The beginning of every program: ask(messages) returns a reply, act(command) what it prints.
 CLIENT = f"""
 import json, os, subprocess, sys, time, urllib.request
@@ -58,7 +59,7 @@ def user(text):
     return {{"role": "user", "content": text}}
 
 def attach(command):
-    done = subprocess.run([sys.executable, {str(PROJECT / "env.py")!r}, "--attach", command],
+    done = subprocess.run([sys.executable, {str(SCRIPT)!r}, "--attach", command],
                           capture_output=True, text=True)
     return done.stdout, done.returncode, done.stderr
 
@@ -135,7 +136,7 @@ while True:
 
     class World(env.Env):
         def step(self, reply, timeout, act):
-            return env.Step("Go on.", False, None, "ok", 0.0, "")
+            return env.Step("Go on.", "", None, "ok", 0.0, "")
 
     usual = asyncio.run(play_once(World(TASK, LOCAL), policy, 5, **vars(OPTIONS)))
     assert episode.status == usual.status == "turn_limit"
@@ -254,7 +255,7 @@ ask({"role": "system", "content": SYSTEM}, PROMPT, user(sys.stdin.read() + said)
 
 
 @pytest.mark.slow
-def test_env_py_attach_runs_a_command_as_a_reply_would(play_program):
+def test_attach_runs_a_command_as_a_reply_would(play_program):
     episode, _ = play_program("""
 said = [attach(command) for command in
         ("cd /tmp; export A=5", "pwd; echo $A; yes | head -n 999", "exit 3", "validate")]
@@ -269,10 +270,22 @@ said = attach("submit")
     assert last[0] == "No score: no submission, submission.csv is not there\n"
 
 
-def test_attach_outside_of_an_episode_is_one_sentence():
-    done = python("env.py", "--attach", "ls", env={"PATH": os.environ["PATH"]})
-    assert done.returncode == 2
-    assert re.fullmatch("--attach is for programs of grpo.py --agent: .*\n", done.stderr)
+BAD_FLAGS = {
+    "": "Missing from script.py: --agent",
+    "--agent x --thoughts drop": "Unknown --thoughts 'drop'",
+    "--agent x --task titanik": "Unknown task 'titanik'; did you mean titanic",
+    "--attach": "--attach takes one command, in quotes",
+    "--attach ls -l": "--attach takes one command, in quotes",
+    "--attach ls": "--attach is for a program that --agent has started: ",
+}
+
+
+def test_bad_flags_are_one_sentence(monkeypatch, capsys):
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    for flags, expected in BAD_FLAGS.items():
+        main = agent_program.main
+        code, _, err = run_here(main, *flags.split(), monkeypatch=monkeypatch, capsys=capsys)
+        assert code == 2 and expected in " ".join(err.split()), (flags, err)
 
 
 def test_a_request_that_cannot_be_answered_says_why(play_program):
@@ -293,7 +306,13 @@ refused(reply, PROMPT)
 refused(user("x" * 4000))
 refused(user("x" * 40_000))
 refused(user("x" * 50_000_000))
+refused(PROMPT, max_tokens=float("inf"))
+refused(PROMPT, max_completion_tokens=float("nan"))
+refused(user("\\ud800"))
+refused(user(1e999))
 refused(path="/act")
+refused(path="/act", command=float("inf"))
+refused(path="/act", command="\\ud800")
 for key in ("", "0"):
     os.environ["OPENAI_BASE_URL"] = url.replace(os.environ["OPENAI_API_KEY"], key)
     refused(PROMPT)
@@ -302,7 +321,7 @@ ask(user(json.dumps(answers)))
 """)  # fmt: skip
     assert len(sampled) == 1
     codes, said = zip(*json.loads(episode.prompt))
-    assert codes == (400, 400, 400, 400, 400, 400, 413, 413, 500, 404, 404)
+    assert codes == (*6 * [400], 413, 413, *7 * [400], 404, 404)
     assert "tools=[{}] is not honoured here" in said[1]
     assert "the first and the last message must not be the model's" in said[3]
     assert "over the maximum context length" in said[5]
@@ -326,7 +345,7 @@ REFUSED = {
     "tool_choice": ["required"],
     "stop": ["Observation:", ["a"]],
     "logit_bias": [{"5": -100}],
-    "max_tokens": [0, -1],
+    "max_tokens": [0, -1, float("inf"), float("nan"), "many"],
     "no_such_field": [1],
 }
 
@@ -424,6 +443,16 @@ while True: ask(PROMPT)
     assert ends(int(mark.read_text()))
 
 
+def play_steps(play, agent, **fields):
+    """Rows of a training in which the program `agent` plays the episodes."""
+
+    async def train(policy, cfg, job):
+        cfg.agent = agent
+        await agent_program.train(policy, cfg, job)
+
+    return play(episode=run_episode, train=train, prompts=TINY_TEXTS, **fields)
+
+
 @pytest.mark.slow
 def test_programs_play_the_episodes_of_a_training_step(play, command):
     program = f"""
@@ -435,9 +464,7 @@ talk += [{{"role": "assistant", "content": reply}}, user(act("validate"))]
 ask(*talk)
 act("submit")
 """
-    rows = play(
-        episode=run_episode, agent=command(program), steps=2, ahead=1, prompts=TINY_TEXTS, seed=3
-    )
+    rows = play_steps(play, command(program), steps=2, ahead=1, seed=3)
     assert [row["turns"] for row in rows] == [2.0, 2.0]
     assert all(row["faults"] == 0 and row["valid_share"] == 1 for row in rows)
     assert max(row.get("logprob_diff_max", 0.0) for row in rows) < 1e-4
@@ -446,7 +473,7 @@ act("submit")
 
 def test_a_step_of_programs_that_never_ask_stops_the_run(play, command):
     with pytest.raises(UserError, match="exit code 1: (?s:.*)No module named 'no_such_package'"):
-        play(episode=run_episode, agent=command("import no_such_package"), prompts=TINY_TEXTS)
+        play_steps(play, command("import no_such_package"))
 
 
 @pytest.mark.slow
@@ -457,11 +484,11 @@ def test_mini_swe_agent_plays_the_episodes_of_a_training_step(play, tmp_path, mo
     """The program of docs/extend.md, with a random model, whose replies hold no command."""
     program = code_of("docs/extend.md", "python", "minisweagent")
     program = program.replace(".venv/bin/python", sys.executable)
-    program = program.replace('"env.py"', repr(str(PROJECT / "env.py")))
+    program = program.replace('"integrations/agent_program.py"', repr(str(SCRIPT)))
     (tmp_path / "mini.py").write_text(program)
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     monkeypatch.setenv("MSWEA_GLOBAL_CONFIG_DIR", str(tmp_path))
     interpreter = os.path.join(os.environ["MINI_SWE_VENV"], "bin/python")
     command = shlex.join([interpreter, str(tmp_path / "mini.py")])
-    [row] = play(episode=run_episode, agent=command, steps=1, prompts=TINY_TEXTS, max_turns=2)
+    [row] = play_steps(play, command, steps=1, max_turns=2)
     assert (row["faults"], row["turns"]) == (0, 2.0)

@@ -27,7 +27,7 @@ from flatlab.files import read_mapping
 from flatlab.task.builtin import builtin_names, load_builtin
 from flatlab.task.definition import PROXY, TASKS_DIR, last_json_object, parse_grade
 from flatlab.task.sanity import trivial_rules
-from helpers import block, run_csv_grader, slow
+from helpers import block, copy_of, run_csv_grader, slow
 from tasks import load_task
 
 MLGYM = os.environ.get("MLGYM_ROOT")  # before conftest.py hides it
@@ -725,7 +725,7 @@ def test_scikit_learn_holds_no_answers_and_still_trains(
         assert world.step(block(search)).observation == "(no output)"
         score, said = play(world, TRAINED.format(target=target, module=module, model=model))
         assert score.value > least, said
-        with world.fork() as twin:
+        with copy_of(world) as twin:
             assert "NotFoundError" in twin.step(loads).observation
 
 
@@ -804,7 +804,7 @@ def test_strange_trees_are_no_fault(backend):
         assert "is a link" in found.observation
         found.observation.encode()
         world.step(block("rm -rf *.out d; " + DEEP.format(1200)))
-        with world.fork() as child:
+        with copy_of(world) as child:
             assert child.step(block("ls d")).status == "ok"
             child.prompt().encode()
 
@@ -815,7 +815,7 @@ def test_a_link_in_a_circle_hides_no_artefact(backend):
         world.reset()
         score, _ = play(world, WRONG, "ln -s loop loop")
         assert score.valid
-        with world.fork() as child:
+        with copy_of(world) as child:
             assert not play(child, "rm -f loop")[0].valid
 
 

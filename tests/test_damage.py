@@ -1,17 +1,23 @@
 """Damaged files of runs: the run goes on from what is whole, or one sentence names the file."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+import evaluate
+import sft
 from flatlab.errors import UserError
 from flatlab.files import load_tensors, save_tensors
 from flatlab.runs import store
 from flatlab.train import checkpoint
 from flatlab.train.job import TrainingRun
-from helpers import MADE_BY
+from flatlab.world.episode import Episode
+from helpers import MADE_BY, episode, user_error
+from test_search import opened, run
+from training import TASK, valid
 
 WHOLE = Path("logs/whole")
 
@@ -121,3 +127,51 @@ def test_every_damaged_file_is_skipped_or_one_sentence(policy, trained, capsys):
         assert "\n" not in str(caught.value), name
     job, rows = resumed(policy, lambda run: None)
     assert job.step == len(rows) == 3
+
+
+def test_a_damaged_file_of_a_search_is_one_sentence(tmp_path, monkeypatch, quick_provenance):
+    monkeypatch.chdir(tmp_path)
+    tree = run(nodes=3, score_of=lambda node: 0.6)
+    for file in (tree.run.dir / "journal.jsonl", tree.run.dir / "result.json"):
+        whole = file.read_bytes()
+        for change in (*WAYS.values(), lambda data: data.partition(b"\n")[2], lambda data: b"[]\n"):
+            file.write_bytes(change(whole))
+            with user_error(f"{file} .*choose another --name"):
+                opened(nodes=3)
+        file.write_bytes(whole)
+    file = tree.run.dir / "journal.jsonl"
+    file.unlink()
+    with user_error(f"{file} is damaged: it holds 0 nodes of 3"):
+        opened(nodes=3)
+    node = tree.finished[0]
+    file = tree.tar_of(node)
+    for change in (*WAYS.values(), None):
+        file.unlink() if change is None else file.write_bytes(change(file.read_bytes()))
+        with user_error(f"{file} is missing or damaged: .*node {node.id}.*choose another --name"):
+            tree.files_of(node)
+
+
+def test_a_damaged_episode_of_an_evaluation_is_one_sentence(tmp_path):
+    evaluation = store.open_run(tmp_path / "a", {}, MADE_BY)
+    evaluation.save_episodes(0, [Episode("titanic", 1, score=valid(0.7, TASK)).to_dict()])
+    assert [*evaluate.stored_episodes(evaluation, [TASK])] == [0]
+    [file] = evaluation.dir.glob("episodes/*")
+    whole = file.read_bytes()
+    for change in (*WAYS.values(), lambda data: 2 * data, lambda data: b'{"seed": 1}\n'):
+        file.write_bytes(change(whole))
+        with user_error(f"{file} is damaged: remove it, and its episode is played again"):
+            evaluate.stored_episodes(evaluation, [TASK])
+    file.unlink()
+    assert not evaluate.stored_episodes(evaluation, [TASK])
+    evaluation.lock.close()
+
+
+def test_damaged_episodes_are_not_imitated(tmp_path):
+    file = tmp_path / "000000.jsonl"
+    line = json.dumps(episode(0.7)).encode() + b"\n"
+    file.write_bytes(3 * line)
+    assert len(sft.read_episodes(file)) == 3
+    for change in (*WAYS.values(), lambda data: data[:-5], lambda data: b'{"seed": 1}\n'):
+        file.write_bytes(change(3 * line))
+        with user_error(f"{file} is damaged"):
+            sft.read_episodes(file)

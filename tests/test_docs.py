@@ -43,7 +43,7 @@ def test_the_help_in_runs_quotes_messages_that_exist():
 
 HEAVY = ("torch", "vllm", "transformers", "docker", "pandas", "scipy", "matplotlib")
 SCRIPTS = [path.name for path in PROJECT.glob("*.py") if "__main__" in path.read_text()]
-SCRIPTS.append("examples/learn.py")
+SCRIPTS += ["examples/learn.py", "integrations/agent_program.py"]
 # Flags of other programs that the pages name.
 FOREIGN = "--array --generation-config --max-lora-rank --max-loras --max-model-len --split"
 

@@ -32,6 +32,7 @@ from helpers import (
     TINY_TEXTS,
     FakePolicy,
     block,
+    copy_of,
     do,
     play_once,
     python,
@@ -287,6 +288,19 @@ def test_observations(world):
         assert not step.done
 
 
+@pytest.mark.parametrize(
+    "ends_at_score, command, ended",
+    [(True, "validate", "validated"), (False, "validate", ""), (True, "true", "")],
+)
+def test_an_episode_may_end_at_a_score(task, backend, ends_at_score, command, ended):
+    with Env(task, backend, ends_at_score=ends_at_score) as world:
+        world.reset()
+        assert do(world, "validate").ended == ""  # nothing is there to be scored
+        do(world, "echo a > guess.txt")
+        step = do(world, command)
+        assert (step.ended, step.done) == (ended, bool(ended))
+
+
 def test_validate_grades_in_a_fresh_sandbox_and_equal_artefacts_once(world, monkeypatch):
     step = do(world, "validate")
     assert (step.status, step.score.valid, step.score.value) == ("invalid", False, None)
@@ -445,22 +459,22 @@ def test_hidden_files_are_nowhere_in_the_agents_sandbox(task, backend):
         assert CANARY[:10] not in shown
 
 
-# ------------------------------------------------------------------------------------------- forks
+# ------------------------------------------------------------------------------------------ copies
 
 
 @pytest.mark.fault(28, "a copy while the agent is in a deep folder")
 @pytest.mark.fault(25, "the parent's artefact in a copy")
 @pytest.mark.attack("a stale artefact")
-def test_a_fork_is_independent_and_has_no_artefact(world):
+def test_a_copy_is_independent_and_has_no_artefact(world):
     do(world, "ln -s nowhere link; echo a > guess.txt; export KEPT='a\nb'; mkdir deep; cd deep")
-    with world.fork() as twin:
+    with copy_of(world) as twin:
         assert do(twin, 'pwd; echo "$KEPT"').observation == f"{twin.sandbox.workspace}/deep\na\nb"
         assert not twin.score().valid
         assert world.score().valid
         do(twin, "echo b > only_here; rm ~/workspace/link")
         assert "only_here" not in do(world, "ls -R ~/workspace").observation
         assert do(world, "test -L ~/workspace/link").status == "ok"
-    with world.fork(clear_artefacts=False) as twin:
+    with copy_of(world, clear_artefacts=False) as twin:
         assert twin.score() == world.score()
     world.reset()
     assert not world.score().valid
@@ -473,12 +487,12 @@ def test_a_collected_artefact_counts_after_a_change(task, backend):
         assert "the workspace cannot be copied: cat: " in world.score().message
         do(world, "mkdir words; echo a > words/1; cd words; export PATH=/nowhere")
         assert world.score().value == 1.0
-        with world.fork() as child:
+        with copy_of(world) as child:
             assert "still as it was given" in child.score().message
             do(child, "echo b > 2")
             assert child.score().value == 2.0
             assert do(child, "echo ../*").observation == "../data ../words"
-        with world.fork(clear_artefacts=False) as same:
+        with copy_of(world, clear_artefacts=False) as same:
             assert same.score().value == 1.0
 
 

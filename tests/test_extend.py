@@ -30,7 +30,8 @@ assert rates == [0.2, 0.5, 0]
 assert "turns longest" in plots.PANELS["training"]
 said = SimpleNamespace(output="mean 1", stopped="", exit_code=0)
 box = SimpleNamespace(run=lambda command, timeout: said if command[-1] == "a.csv" else None)
-tool = grpo.agent_loop(cfg).keywords["act"]
+assert "play, act=act_or_describe" in inspect.getsource(grpo.train)
+tool = grpo.act_or_describe
 reply = "describe a.csv"
 assert tool(SimpleNamespace(sandbox=box), reply, 1) == (reply, "mean 1", "ok", None)
 assert tool(None, "no block", 1)[2] == "rejected"

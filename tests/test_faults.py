@@ -26,7 +26,7 @@ from flatlab.sandbox import client, docker, local, snapshot
 from flatlab.sandbox.backend import Spec
 from flatlab.sandbox.client import Sandbox
 from flatlab.task import machine
-from helpers import PROJECT, FakePolicy, block, do, play_once, slow, user_error
+from helpers import PROJECT, FakePolicy, block, copy_of, do, play_once, slow, user_error
 from tasks import load_task
 from wire import Wire
 
@@ -102,7 +102,7 @@ def test_a_copy_equals_its_parent(world, last):
     for command in WORK:
         assert do(world, command).status == "ok"
     world.step(block(last), timeout=0.3)
-    with world.fork(clear_artefacts=False) as twin:
+    with copy_of(world, clear_artefacts=False) as twin:
         ours = manifest(world)
         assert manifest(twin) == ours
         assert "odd name" in ours
@@ -111,7 +111,7 @@ def test_a_copy_equals_its_parent(world, last):
         assert do(twin, 'pwd; echo "$KEPT"').observation == f"{twin.sandbox.workspace}/deep\na\nb"
         twin.restore(world.snapshot(), False)  # from a file, too
         assert manifest(twin) == ours
-        with twin.fork(clear_artefacts=False) as third:
+        with copy_of(twin, clear_artefacts=False) as third:
             assert manifest(third) == ours
 
 
@@ -122,7 +122,7 @@ def test_a_copy_of_a_renamed_folder_with_a_mount(backend, task, monkeypatch):
     with Env(task, backend) as world:
         world.reset()
         do(world, "mv data input; cp input/*.csv . && ls")
-        with world.fork() as twin:
+        with copy_of(world) as twin:
             seen = do(twin, "ls . data").observation
     assert "input" in seen
     assert "train.csv" in seen
@@ -133,7 +133,7 @@ def test_a_copy_that_is_too_large_is_a_fault(world, monkeypatch):
     monkeypatch.setattr(snapshot, "COPY_BYTES", 1 << 20)
     do(world, "head -c 2M /dev/urandom > big")
     with pytest.raises(SandboxFault, match="cannot be copied: more than 1 MB"):
-        world.fork()
+        copy_of(world)
     assert do(world, "echo alive").observation == "alive"
 
 

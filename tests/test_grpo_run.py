@@ -316,7 +316,6 @@ BAD_INPUT = {
     "--gpu-memory 45": "--gpu-memory must be from 0.01 to 1, not 45",
     "--max-groups 1": "--max-groups 1 is less than --groups 4",
     "--loss gspo --ahead 1": "the bounds of --loss gspo would clip most of what is sampled",
-    "--agent true --thoughts drop": "--thoughts is not for --agent",
     "--advantage ppo": "Unknown --advantage 'ppo'",
     "configs/none.yaml": "configs/none.yaml",
 }

@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from bench.peak import peak
 from flatlab.errors import UserError
 from flatlab.model import memory, packing
+from flatlab.model.fields import check_fields
 from flatlab.model.loading import count_weights, loading
 from flatlab.model.packing import (
     Head,
@@ -544,7 +545,7 @@ def test_an_adapter_with_other_tensors_is_refused(policy, tmp_path):
     weights = load_file(file)
     name = sorted(weights)[3]
     rest = {key: values for key, values in weights.items() if key != name}
-    more = weights | {"z": torch.zeros(1)}
+    more = weights | {"base_model.model.layers.9.z.lora_A.weight": torch.zeros(1)}
     for tensors in (rest, more, weights | {name: torch.zeros(2, 3)}):
         save_file(tensors, file)
         with user_error("has other layers or another rank"):
@@ -631,12 +632,51 @@ def test_a_model_that_cannot_be_used_is_one_sentence(random_model, tmp_path):
     weights.write_bytes(whole[:-100])
     assert "file not fully covered" in refused(folder)
     weights.write_bytes(whole)
+    for name, text in (("config.json", '{"model_type": "qwen3"}'), ("generation_config.json", "{")):
+        (folder / name).write_text(text)
+        assert str(folder / name) in refused(folder)
+        shutil.copy(f"{random_model}/{name}", folder)
     change_json(folder / "config.json", quantization_config={"quant_method": "mxfp4"})
     assert "are quantised (mxfp4)" in refused(folder)
     (folder / "chat_template.jinja").unlink()
     assert "has no chat template" in refused(folder)
     (folder / "config.json").write_text("{no json")
-    assert "is not a valid JSON file" in refused(folder)
+    assert "config.json is damaged" in refused(folder)
+
+
+WRONG_FIELDS = {
+    "model_type": (None, 5, ["qwen3"]),
+    "vocab_size": (None, "2048", 0, 1.5, True),
+    "hidden_size": (None, -1, [128], {}),
+    "num_hidden_layers": (None, "4"),
+    "intermediate_size": ([384] * 4, 0),
+    "max_position_embeddings": ("4k", -1),
+    "num_key_value_heads": (0, [2]),
+    "rms_norm_eps": ("x", 0, math.nan, math.inf, True),
+    "logit_scale": (0, "1"),
+    "eos_token_id": ("2", -1, [2, "x"], True, 2.5),
+    "dtype": (16, {}),
+    "layer_types": ("full_attention", [1]),
+    "stand_in": (1, "yes"),
+    "quantization_config": ("mxfp4", []),
+    "text_config": ([], "x"),
+}
+
+
+def test_wrong_fields_of_a_models_config_are_named():
+    whole = json.loads((STAND_IN / "config.json").read_text())
+    for name, values in WRONG_FIELDS.items():
+        for value in values:
+            with user_error(f"^c(:| lacks) {name}"):
+                check_fields(whole | {name: value}, "c")
+    with user_error("^c: head_dim"):
+        check_fields(whole | {"text_config": {"head_dim": "x"}}, "c")
+    for right in (
+        whole,
+        {"model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_layer": 2},
+        {"model_type": "gemma3", "text_config": {"hidden_size": 8}},
+    ):
+        check_fields(right, "c")
 
 
 @pytest.mark.slow
@@ -741,6 +781,8 @@ def test_tensors_of_an_adapter_are_finite_and_of_layers_that_are_adapted(policy,
         assert refused(tmp_path) == f"{file} holds NaN or infinity: the tensor {name}."
         with user_error(f"{file} holds NaN or infinity"):
             policy.load_adapter(tmp_path)
-    head = "base_model.model.lm_head.lora_A.weight"
-    save_file(weights | {head: torch.zeros(1)}, file)
-    assert "adapts lm_head" in refused(tmp_path)  # also for a target_modules that is a pattern
+    # also for a target_modules that is a pattern
+    for layer in ("lm_head.lora_A.weight", "model.odd_proj.lora_B.weight", "model.layers.0.bias"):
+        other = f"base_model.model.{layer}"
+        save_file(weights | {other: torch.zeros(1)}, file)
+        assert f"holds the tensor {other}: only A and B" in refused(tmp_path)

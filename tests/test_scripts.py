@@ -15,7 +15,7 @@ import evaluate
 import helpers
 import sft
 from examples import ppo
-from flatlab.files import read_mapping, read_rows
+from flatlab.files import read_mapping, read_rows, save_tensors
 from flatlab.model.chat import ChatTokens
 from flatlab.options import EpisodeOptions
 from flatlab.runs import start, store
@@ -492,7 +492,7 @@ def critic(policy, monkeypatch):
     return policy
 
 
-def test_ppo_learns_its_value_head_and_resumes(critic, play):
+def test_ppo_learns_its_value_head_and_resumes(critic, play, monkeypatch):
     options = {"train": ppo.train, "concurrency": 1}
     whole = play("whole", steps=4, **options)
     weights = weights_of(critic)
@@ -502,6 +502,17 @@ def test_ppo_learns_its_value_head_and_resumes(critic, play):
     for key in ("value_loss", "skipped"):
         assert [row[key] for row in halves] == [row[key] for row in whole]
     assert has_weights(critic, weights)
+    head = Path("logs/whole/checkpoints/000003", ppo.HEAD_FILE)
+    save_tensors(torch.nn.Linear(3, 1).state_dict(), other := head.with_name("other"))
+    for content in (head.read_bytes()[:-200], b"", other.read_bytes()):
+        head.write_bytes(content)
+        with user_error(f"{head} is (damaged|not the value head)"):
+            critic.load_adapter(head.parent)
+    head.unlink()
+    with user_error(f"Cannot read {head}"):
+        critic.load_adapter(head.parent)
+    monkeypatch.setattr(critic, "path", replace(critic.path, adapter=str(head.parent)))
+    critic.load_adapter(head.parent)  # the adapter of the start may have been trained without one
 
 
 @pytest.mark.slow

@@ -338,14 +338,6 @@ def test_three_faults_in_a_row_stop_the_search_with_a_sentence():
 # ------------------------------------------------------------------ the same tree
 
 
-def test_files_of_a_node_that_are_gone_are_one_sentence():
-    t = run(nodes=1)
-    [node] = t.finished
-    t.tar_of(node).unlink()
-    with user_error("builds on these files of node 0.0"):
-        t.files_of(node)
-
-
 def test_bfs_grows_the_same_tree_with_any_number_of_workers_and_another_from_another_seed():
     trees = [
         run(name=str(workers), workers=workers, delay=lambda node: 0.02 * random.random())
@@ -589,17 +581,18 @@ def test_the_full_form_tells_requests_the_limits_and_what_is_left(select, worker
 
 
 @pytest.mark.parametrize(
-    "budget, reply, stopped",
+    "budget, reply, status",
     [
-        ({"tokens": 5}, "No block at all.", "tokens"),
-        slow({"minutes": 0.03}, "```bash\nsleep 60\n```", "minutes"),
+        ({"tokens": 5}, "No block at all.", "stopped"),
+        slow({"minutes": 0.03}, "```bash\nsleep 60\n```", "time_limit"),
     ],
 )
-def test_a_budget_ends_a_node_that_is_running(budget, reply, stopped):
+def test_a_budget_ends_a_node_that_is_running(budget, reply, status):
     begin = time.monotonic()
     t = real_tree(FakePolicy(reply), nodes=5, **budget)
     assert len(rows(t)) == len(turns_of(t)) == 1
-    has(t, stopped_by=stopped)
+    assert rows(t)[0]["status"] == status
+    has(t, stopped_by=next(iter(budget)))
     assert time.monotonic() - begin < 30
 
 

@@ -66,7 +66,7 @@ def test_the_area_by_hand(tmp_path, monkeypatch):
     monkeypatch.setenv("MLGYM_ROOT", str(make_root(tmp_path)))
     monkeypatch.chdir(tmp_path)
     text = report.report(read_suite(f"{tmp_path}/suite.yaml"), [])
-    rows = [line.split() for line in text.split("\n\n")[0].splitlines()[2:]]
+    rows = [line.split() for line in text.split("\n\n")[0].splitlines()[1:]]
     h = 0.5 / 499
     x, y, baseline = (402 + 499) * h / 2, (499 + 177) * h / 2, 198 * h
     x_last = (177 + 499) * h / 2
@@ -85,8 +85,28 @@ def test_the_largest_area_is_first_also_beside_our_value(tmp_path, monkeypatch):
     run.config.update(suite="suite.yaml", max_turns=2, temperature=1.0)
     text = report.report(read_suite(f"{tmp_path}/suite.yaml"), [run])
     assert "\na score says little: titanic: why\n" in text
-    names = [line.split()[0] for line in text.split("\n\n")[1].splitlines()[2:]]
+    names = [line.split()[0] for line in text.split("\n\n")[1].splitlines()[1:]]
     assert names == ["y", "x", "baseline", str(run.dir)]
+
+
+def test_two_models_of_a_suite_without_published_attempts_have_a_picture(tmp_path, capsys):
+    suite = read_suite("builtin")
+    runs = []
+    for name, values in (("a", (0.65, None)), ("b", (0.7, 0.8))):
+        result = {"larger_is_better": {"titanic": True}, "left_out": {}}
+        runs.append(evaluated(tmp_path / name, values, **result))
+        runs[-1].config.update(suite="builtin", max_turns=2, temperature=1.0)
+    text = report.report(suite, runs)
+    assert "no AUP: the suite builtin has no published attempts" in text
+    assert f"wrote {tmp_path}/profile.png" in capsys.readouterr().out
+    scores = [line.split()[2:4] for line in text.split("\n\n")[0].splitlines()[1:]]
+    assert scores == [["0.6500", "0.6500"], ["0.8000", "0.8000"]]  # one number of decimals
+    axis = report.draw_values({"a": [[-1, 0.25]], "b": [[0.5, 1]]}).axes[0]
+    below, above = (np.searchsorted(axis.lines[0].get_xdata(), x) for x in (-0.5, 0.4))
+    assert [[line.get_ydata()[x] for x in (below, above)] for line in axis.lines] == [
+        [0.5, 0],
+        [1, 1],
+    ]
 
 
 @pytest.mark.skipif(not MLGYM, reason="set MLGYM_ROOT to a checkout of MLGym")
@@ -98,7 +118,7 @@ def test_all_published_areas_of_a_checkout(tmp_path, monkeypatch):
         name: (float(best), float(last)) for name, best, last in csv.reader(table.splitlines()[1:])
     }
     text = report.report(read_suite("mlgym"), [])
-    rows = [line.split() for line in text.split("\n\n")[0].splitlines()[2:]]
+    rows = [line.split() for line in text.split("\n\n")[0].splitlines()[1:]]
     assert {name: (float(best), float(last)) for name, best, last in rows} == published
     assert len(published) == 13
 

@@ -445,7 +445,6 @@ def test_an_evaluation_is_the_mean_over_all_episodes_on_the_test_part_if_it_was_
     assert "(test part; " in tables.headline(tested)
     [row] = rows(tested)
     assert (row["of"], row["score"]) == ("all episodes, test", "0.7000 ± 0.0000")
-    assert plots.so_far(run).to_list() == pytest.approx([1, 0, 0])
     [path, _] = page.write([run])
     assert path.name == "curves.png"
 
@@ -481,7 +480,7 @@ def test_a_key_of_the_rows_is_one_picture(tmp_path, capsys):
     [groups] = tables.groups_of([reader.read_run(folder) for folder in folders]).values()
     figure = plots.draw_panels(groups, ["value_mean"])
     [axis], [legend] = figure.axes, figure.legends
-    assert (axis.get_title(), axis.get_xlabel()) == ("mean value", "steps")
+    assert (axis.get_title(), axis.get_xlabel()) == ("value", "steps")
     assert "0: baseline" in axis.get_ylabel()
     assert "± standard error" in legend.get_title().get_text()
     assert [text.get_text() for text in legend.get_texts()] == ["x (seeds 0, 1, 2)"]
@@ -524,9 +523,28 @@ def test_the_curve_of_evaluations_begins_before_training(tmp_path):
     run = trained(tmp_path / "a")
     value, *others = plots.draw_panels([group_of(run)]).axes
     assert {axis.get_xlim() for axis in others} == {value.get_xlim()}
-    _, line, _ = [line for line in value.lines if line.get_linestyle() == "--"]
+    _, line, *_ = [line for line in value.lines if line.get_linestyle() == "--"]
     assert line.get_xdata().tolist() == [0, 1, 2]
     assert line.get_ydata().tolist() == [0.4, 0.6, 0.6]
+
+
+def test_the_legend_covers_no_data_and_names_the_untrained_and_the_final_value(tmp_path):
+    run = trained(tmp_path / "a")
+    run.rows[0]["eval_n"] = 64
+    best = run.result["final"]["best"] | {"test_value_mean": 0.3, "test_value_stderr": 0.1}
+    for part, facts, value in (("validation", {}, 0.6), ("test", best, 0.3)):
+        run.result["final"]["best"] |= facts
+        figure = plots.draw_panels([group_of(run)])
+        figure.draw_without_rendering()
+        for axis in figure.axes:
+            legend = axis.get_legend()
+            if legend:
+                assert legend.get_window_extent().y0 >= axis.get_window_extent().y1
+        axis = figure.axes[0]
+        names = [text.get_text() for text in axis.get_legend().get_texts()]
+        final = f"best adapter, {part} part, N = 8"
+        assert names == ["value", "value, evaluations, N = 64", "untrained", final]
+        assert [2, value] in [line.get_xydata().ravel().tolist() for line in axis.lines]
 
 
 def test_each_run_is_drawn_whole_and_the_mean_where_all_are(tmp_path):
@@ -540,20 +558,35 @@ def test_each_run_is_drawn_whole_and_the_mean_where_all_are(tmp_path):
     assert bold.get_xdata().tolist() == [0, 1]
 
 
-def test_best_so_far_is_that_of_values_and_failed_nodes_have_the_lowest(tmp_path):
+def test_best_so_far_begins_with_the_first_valid_node_and_a_mean_has_no_axis_of_scores(tmp_path):
     run = searched(tmp_path / "a")
-    assert plots.so_far(run).to_list() == [-1, -0.4, -0.4, -0.3, -0.3]
+    assert plots.so_far(run).dropna().to_dict() == {1: -0.4, 2: -0.4, 3: -0.3, 4: -0.3}
+    [axis] = plots.draw_panels([group_of(run)]).axes
+    assert axis.child_axes
+    mean = plots.draw_panels([group_of(run, run)]).axes[0]
+    assert not mean.child_axes
+    [line] = [line for line in mean.lines if line.get_drawstyle() == "steps-post"]
+    assert line.get_ydata()[0] == -1  # no valid node yet
     run.rows[0] = reader.with_outcome(run.rows[0] | {"status": "fault"})
     assert [row["value"] for row in run.rows] == [None, -1, -0.3, -0.45]
 
 
-def test_the_mean_of_an_evaluation_is_never_cut(tmp_path):
-    run = evaluated(tmp_path / "a", (0.8, None, None, None, None, None))
-    axis = plots.draw_panels([group_of(run)]).axes[0]
-    assert axis.get_ylim()[0] < plots.so_far(run).min() < -0.4
-    assert axis.child_axes  # the scores
+def test_the_episodes_of_an_evaluation_are_a_strip_for_each_task_with_their_failures(tmp_path):
+    played = evaluated(tmp_path / "a", (0.8, None, None, 0.7))
     several = evaluated(tmp_path / "b", (0.8,), task="titanic digits", metric="value")
-    assert not plots.draw_panels([group_of(several)]).axes[0].child_axes
+    for run, failed, has_scores in (
+        (played, ["1 of 3 failed, 1 fault"], True),
+        (several, ["0 of 1 failed", "0 of 0 failed"], False),
+    ):
+        [axis] = plots.draw_panels([group_of(run)]).axes
+        assert [text.get_text() for text in axis.texts] == failed
+        assert [label.get_text() for label in axis.get_yticklabels()] == run.task.split()
+        assert bool(axis.child_axes) == has_scores
+    axis = plots.draw_panels([group_of(played), group_of(several)]).axes[0]
+    assert len(axis.texts) == 2  # a strip for each group
+    strip, mean, *_ = axis.lines
+    assert strip.get_xdata() == pytest.approx([1, 0.5])
+    assert mean.get_xdata() == pytest.approx([0.5 / 3])
 
 
 def test_the_axis_of_values_and_the_one_of_improvements_are_inverse():
@@ -587,17 +620,17 @@ def test_a_tree_names_its_nodes(tmp_path):
 
 
 def test_a_large_tree_fits_a_page_with_the_path_to_the_best(tmp_path):
-    """Three panels of forty lines, the best nodes of 200."""
+    """Two panels of forty lines, the best nodes of 200."""
     nodes = [node(f"0.{i}", 0.5 + i / 1000) for i in range(199)] + [node("0.0.0", 0.9)]
     figure = plots.draw_tree(search_run(tmp_path, nodes, best_id="0.0.0"))
     tree, _ = figure.axes
     names = [text.get_text().split()[0] for text in tree.texts[1:]]
-    assert names == ["0.0", "0.0.0", *(f"0.{i}" for i in range(81, 199))]
-    assert tree.get_title() == "120 of 200 nodes; hollow: failed"
+    assert names == ["0.0", "0.0.0", *(f"0.{i}" for i in range(121, 199))]
+    assert tree.get_title() == "80 of 200 nodes; hollow: failed; all of them: viz.py --list"
     assert {text.get_position()[1] for text in tree.texts[1:]} == {-line for line in range(40)}
     assert figure.get_figheight() < 9
     stubs = [line for line in tree.lines if len({*line.get_ydata()}) == 1]
-    assert len(stubs) == 80  # the parent is in another panel
+    assert len(stubs) == 40  # the parent is in another panel
 
 
 def test_what_the_numbers_do_not_say_is_a_sentence(tmp_path):
@@ -623,7 +656,8 @@ def test_a_search_that_learns_shows_its_rounds_and_their_alarms(tmp_path):
     assert titles == tables.ROUNDS[: tables.ON_TERMINAL]
     assert line == ["7", "-", "-", "0.75", "-", "-", "-", "-"]
     titles = [axis.get_title() for axis in plots.draw_panels([group_of(run)]).axes]
-    assert titles[1:] == ["valid share", "mean gain", "kl", "entropy", "live lineages"]
+    changes = ["kl from the untrained model", "entropy of the replies"]
+    assert titles[1:] == ["valid", "gain over the parent", *changes, "live lineages"]
     texts = viz.summary(run), written(tmp_path, run).read_text()
     for text, columns in zip(texts, (tables.ON_TERMINAL, None)):
         assert tables.rounds(run, columns) in text

@@ -16,7 +16,7 @@ MOST_WORDS = 60  # of a paragraph
 MOST_NUMBERS = 3  # of a line
 MOST_CHARACTERS = 149  # of a line
 MOST_WORDS_OF_DOCS = 10_000
-MOST_LINES_OF_README = 130
+MOST_LINES_OF_README = 120
 # A version, a date or an arXiv number is one number; digits in a name (Qwen3, H100) are none.
 NUMBER = re.compile(r"(?<![\w.-])\d[\d.,:-]*")
 OPENING = re.compile(r'^ *r?"""(?:What|Whether|Which|Of|How) .*', re.MULTILINE)

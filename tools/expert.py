@@ -295,12 +295,9 @@ class World:
                 box.restart()
                 observation = box.step(reply).observation
                 step = box.step(block("validate"))
-                with box.fork() as child:
-                    self.seen[reply] = (
-                        observation,
-                        step,
-                        child.prompt(EpisodeOptions(prompts=PROMPTS)),
-                    )
+                box.restore(box.snapshot())
+                prompt = box.prompt(EpisodeOptions(prompts=PROMPTS))
+                self.seen[reply] = observation, step, prompt
         return self.seen[reply]
 
     def node(self, words: str, program: str) -> SimpleNamespace:

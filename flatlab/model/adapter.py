@@ -38,7 +38,8 @@ PLAIN = {
 EMPTY = (None, False, "", [], {})
 # Layers around the blocks of a model; the engine has no adapter for them
 AROUND = re.compile(r"(^|\.)(lm_head|embed_\w+|\w*word_embeddings|wte|wpe|output_layer)$")
-TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
+# Tensor of a layer in a numbered block
+TENSOR = re.compile(r"base_model\.model\..+\.\d+\..+\.lora_[AB]\.weight")
 
 
 def read_settings(folder: Path) -> tuple[str, dict]:
@@ -71,19 +72,14 @@ def read_settings(folder: Path) -> tuple[str, dict]:
                 "supported: only plain LoRA is."
             )
     for name in names:
-        check_layer(folder, name)
+        if AROUND.search(name):
+            raise UserError(f"The adapter {folder} adapts {name}, which is not supported.")
     return base, {"r": r, "lora_alpha": alpha, "target_modules": layers}
-
-
-def check_layer(folder, name: str) -> None:
-    """Raises UserError for a layer that is not adapted here."""
-    if AROUND.search(name):
-        raise UserError(f"The adapter {folder} adapts {name}, which is not supported.")
 
 
 def read_tensors(folder) -> dict:
     """The tensors of an adapter by their names. Raises UserError if the file is damaged, or if one
-    of them is no A or B of a LoRA layer, or holds NaN or infinity.
+    of them is no A or B of a layer in the model's blocks, or holds NaN or infinity.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -94,8 +90,11 @@ def read_tensors(folder) -> dict:
     except (OSError, SafetensorError) as error:
         raise UserError(f"Cannot load the adapter in {folder}: {error}") from None
     for name, tensor in tensors.items():
-        if layer := TENSOR.fullmatch(name):
-            check_layer(folder, layer[1])
+        if not TENSOR.fullmatch(name):
+            raise UserError(
+                f"{file} holds the tensor {name}: only A and B of the layers in a model's blocks "
+                "are supported."
+            )
         if not tensor.float().isfinite().all():
             raise UserError(f"{file} holds NaN or infinity: the tensor {name}.")
     return tensors

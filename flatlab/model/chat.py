@@ -9,8 +9,10 @@ import contextlib
 import copy
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from flatlab.errors import UserError
+from flatlab.model.fields import end_tokens
 
 MARK = "\x02"  # stands for a text while the template is applied
 
@@ -43,15 +45,16 @@ class ChatTokens:
         if there is one, may name others. Raises UserError if it has no chat template, or one that
         cannot be used turn by turn.
         """
-        from transformers import AutoTokenizer, GenerationConfig
+        from transformers import AutoTokenizer
+        from transformers.utils import cached_file
 
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         if not self.tokenizer.chat_template:
             raise UserError(f"{model} has no chat template: choose an instruct model.")
-        more = None
+        file = None
         with contextlib.suppress(OSError):  # there is no such file
-            more = GenerationConfig.from_pretrained(model).eos_token_id
-        more = more if isinstance(more, list) else [more]
+            file = cached_file(model, "generation_config.json")
+        more = end_tokens(Path(file)) if file else []
         self.stop_tokens = {self.tokenizer.eos_token_id, *more} - {None}
         self._control = {
             number: str(token)

@@ -8,6 +8,7 @@ from pathlib import Path
 from flatlab.errors import UserError
 from flatlab.files import read_mapping
 from flatlab.model.adapter import read_settings
+from flatlab.model.fields import check_fields
 from flatlab.model.loading import loading
 from flatlab.numbers import value_text
 
@@ -72,7 +73,9 @@ def read_config(base: str) -> dict:
     """
     if FOLDER.match(base) and not Path(base).is_dir():
         raise UserError(f"There is no folder {base}.")
-    config = read_mapping(config_file(base))
+    file = config_file(base)
+    config = read_mapping(file)
+    check_fields(config, file)
     method = (config.get("quantization_config") or {}).get("quant_method")
     if method:
         raise UserError(

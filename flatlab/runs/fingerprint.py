@@ -32,10 +32,10 @@ def fingerprint(digests: list[str], model=None) -> dict[str, str]:
 
 
 def code_files() -> list[Path]:
-    """The package, the bridges to other projects (imported late), and all modules imported by now
-    from the script's folder and this project; without the views, which change no result.
+    """The package, and all modules imported by now from the script's folder and this project;
+    without the views, which change no result.
     """
-    files = {*PACKAGE.rglob("*.py"), *(ROOT / "integrations").glob("*.py")}
+    files = {*PACKAGE.rglob("*.py")}
     script = Path(sys.path[0]).resolve()
     for module in [*sys.modules.values()]:
         file = Path(getattr(module, "__file__", None) or "")

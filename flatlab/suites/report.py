@@ -14,17 +14,28 @@ from flatlab.suites.statistics import (
     performance_profiles,
     probability_of_improvement,
 )
+from flatlab.task.value import WORST
 from flatlab.view import plots
 from flatlab.view.reader import RunData, folder_of
+from flatlab.view.tables import aligned
 
 MEANS = ["value", "valid", "position", "tokens", "seconds_env", "seconds"]  # of our attempts
 # looks of the published models: twenty different ones
 GREYS = ["0", "0.6", "0.3", "0.8", "0.45"] * 4
 LINES = ["-", "--", "-.", ":"] * 5
+# Formats of columns; others have four decimals
+FORMATS = {f"AUP, {kind}": ".3f" for kind in KINDS} | {
+    "value": "+.4f",
+    "valid": ".0%",
+    "place": ".0f",
+    "tokens": ".0f",
+    "seconds_env": ".2f",
+    "seconds": ".2f",
+}
 
 
 def report(suite: dict, runs: list[RunData]) -> str:
-    """Text of the tables. Writes profile.png into folder_of(runs) if there are published results.
+    """Text of the tables. Writes profile.png into folder_of(runs) if there are several models.
 
     Raises UserError if there is no task that all models have, or for a run of something else.
     """
@@ -48,28 +59,31 @@ def report(suite: dict, runs: list[RunData]) -> str:
     ranked = gains.drop(BASELINE, level=1, errors="ignore").groupby("task")
     cells["place"] = ranked[KINDS[0]].rank(ascending=False, method="min")
     totals = means.groupby("model").mean()
+    totals.insert(0, "value [95 %]", "-")
     values = groups.value.agg(list)
     ours = {}
     for run in runs:
         name = str(run.dir)
         ours[name] = values.xs(name, level=1)
         totals.loc[name, "value [95 %]"] = interval(mean_value, *ours[name])
-    order = ["value"]
+    order, figure = ["value"], None
     if suite["attempts"]:
         scores = np.array([cells[kind].unstack(0) for kind in KINDS])
         baseline = totals.index.get_loc(BASELINE)
         tau, rho, areas = performance_profiles(scores, baseline, sign.to_numpy())
-        picture = folder_of(runs) / "profile.png"
-        picture.parent.mkdir(exist_ok=True)
         figure = draw(tau, rho, [*totals.index], ours)
-        write_whole(picture, plots.encoded(figure, "png"))
-        print(f"wrote {picture}\n")
         order = [f"AUP, {kind}" for kind in KINDS]
         totals[order] = areas.T
-    totals = totals.sort_values(order, ascending=False)
-    shown = cells.dropna(subset="value"), totals.dropna(axis=1, how="all")  # cells of ours alone
-    look = {"float_format": "{:.4g}".format, "na_rep": "-"}
-    parts = [table.to_string(**look) for table in shown if len(table)]
+    elif len(runs) > 1:
+        figure = draw_values(ours)
+    if figure:
+        picture = folder_of(runs) / "profile.png"
+        picture.parent.mkdir(exist_ok=True)
+        write_whole(picture, plots.encoded(figure, "png"))
+        print(f"wrote {picture}\n")
+    totals = totals.sort_values(order, ascending=False).drop(columns="value")
+    shown = cells.dropna(subset="value"), totals  # cells of ours alone
+    parts = [aligned(texts_of(table)) for table in shown if len(table)]
     for name, other in itertools.combinations(ours, 2):
         chance = interval(probability_of_improvement, *ours[name], *ours[other])
         parts.append(f"probability that {name} is better than {other}: {chance}")
@@ -77,9 +91,26 @@ def report(suite: dict, runs: list[RunData]) -> str:
     return "\n\n".join([*parts, notes(suite, runs)])
 
 
+def texts_of(frame) -> list[dict]:
+    """The rows of a DataFrame as texts: a column has one number of decimals."""
+    rows = frame.reset_index().to_dict("records")
+    return [{key: text_of(row[key], key) for key in row} for row in rows]
+
+
+def text_of(value, column: str) -> str:
+    if isinstance(value, str):
+        return value
+    return "-" if np.isnan(value) else format(value, FORMATS.get(column, ".4f"))
+
+
 def notes(suite: dict, runs: list[RunData]) -> str:
     """Lines about the settings, the tasks that were left out and the published attempts."""
     lines = []
+    if not suite["attempts"]:
+        lines.append(
+            f"no AUP: the suite {suite['name']} has no published attempts to compare with; of "
+            "several models, profile.png compares the values"
+        )
     for run in runs:
         lines.append(
             f"{run.dir}: {len(run.rows)} episodes of at most {run.config['max_turns']} turns at "
@@ -105,4 +136,21 @@ def draw(tau, rho, models: list[str], ours: list[str]):
         for name, colour in zip(ours, plots.COLOURS):
             curves[models.index(name)].set(color=colour, linewidth=3)
     figure.legend(curves, models, loc="outside lower center", ncols=3)
+    return figure
+
+
+def draw_values(ours: dict):
+    """A Figure with a line for each model: the share of its attempts that reach a value, mean over
+    the tasks (arXiv 2108.13264, section 4.2). ours: model -> values of the attempts at each task.
+    """
+    figure = plots.new_figure(plots.COLUMN, 2.6)
+    axis = figure.subplots()
+    highest = max(max(values) for tasks in ours.values() for values in tasks)
+    reached = np.linspace(WORST, max(1.0, highest), 400)
+    for number, (name, tasks) in enumerate(ours.items()):
+        look = plots.LOOKS[number % len(plots.LOOKS)]
+        shares = [np.mean(np.array(values)[:, None] >= reached, axis=0) for values in tasks]
+        axis.plot(reached, np.mean(shares, axis=0), label=name, markevery=80, **look)
+    axis.set(xlabel=f"value ({plots.UNITS['value']})", ylabel="share of attempts that reach it")
+    figure.legend(loc="outside lower center")
     return figure

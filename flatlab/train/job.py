@@ -23,6 +23,7 @@ import contextlib
 import os
 import pickle
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -168,6 +169,7 @@ class TrainingRun:
 
     ranks: Ranks = field(default_factory=Ranks)
     tasks: list = field(default_factory=list)  # to train on
+    play: Callable | None = None  # the loop of an episode, see run_episode
     run: Run | None = None  # the open run directory; None on all ranks but rank 0
     finished: bool = False  # before this start: nothing is left to do
     slots: Slots | None = None  # of the sandboxes of this process

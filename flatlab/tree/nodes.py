@@ -64,7 +64,7 @@ class Node:
     stderr: float | None = None  # its standard error, if the grader gives one
     improvement: float | None = None  # see flatlab/task/value.py; None: failed
     valid: bool = False
-    status: str = ""  # of the episode, or validated, stopped; fault: the sandbox broke twice
+    status: str = ""  # of its episode; fault: the sandbox broke twice
     error: str = ""
     grader_output: str = ""  # see Score; no prompt may hold it
     code: dict = field(default_factory=dict)  # file name -> text
@@ -135,7 +135,13 @@ class Tree:
         # node id -> part -> score, stderr and error on a part that the search does not see
         self.hidden_scores: dict[str, dict] = result.get("hidden_scores", {})
         self.began: float | None = None  # clock of this process
-        for row in run.rows("journal.jsonl"):
+        rows = run.rows("journal.jsonl")
+        if len(rows) < result.get("nodes", 0):
+            raise UserError(
+                f"{run.dir / 'journal.jsonl'} is damaged: it holds {len(rows)} nodes of "
+                f"{result['nodes']}. {WAY_OUT}"
+            )
+        for row in rows:
             try:
                 node = Node(**row)
                 self.add(node)
@@ -145,12 +151,6 @@ class Tree:
                     "choose another --name."
                 ) from None
             self.finished.append(node)
-        counted = result.get("nodes", 0)
-        if len(self.finished) < counted:
-            raise UserError(
-                f"{run.dir / 'journal.jsonl'} is damaged: it holds {len(self.finished)} nodes of "
-                f"{counted}. {WAY_OUT}"
-            )
         self.seconds_before = result.get("seconds", 0.0)  # of earlier processes
         self.closed = run.finished  # complete, and its best node is scored on the test part
         self.chosen = self.nodes.get(result["tested_id"]) if self.closed else None
@@ -205,7 +205,7 @@ class Tree:
 
     def record(self, node: Node, episode: Episode) -> None:
         """Ends a node: copies what came of its episode into it, and writes both to the disk."""
-        node.status = status_of(episode)
+        node.status = episode.status
         score = episode.score
         node.valid = bool(score and score.valid)
         if node.valid:
@@ -308,14 +308,6 @@ def code_in(files: bytes, task: Task) -> dict[str, str]:
             if name not in task.public or text != task.public[name].read_bytes():
                 code[readable(name)] = text.decode(errors="replace")
     return code
-
-
-def status_of(episode: Episode) -> str:
-    """The episode's status; "validated" or "stopped" if NodeEnv of search.py has ended it."""
-    last = episode.turns[-1]["status"] if episode.turns else ""
-    if episode.status == "submit" and last != "submit":
-        return "validated" if last == "validate" else "stopped"
-    return episode.status
 
 
 def error_of(episode: Episode) -> str:

@@ -9,10 +9,12 @@ import io
 import re
 import textwrap
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, product
+from statistics import fmean
 
 import numpy as np
 
+from flatlab.numbers import count, standard_error
 from flatlab.task.value import WORST, bounded, improvement, score_at, unbounded, value_of
 from flatlab.train.metrics import evaluation_columns
 from flatlab.view.reader import NOUNS, RunData, score_text
@@ -24,16 +26,19 @@ DASHES = ("-", "--", ":")
 GREY = "#888888"
 STYLE = {
     "font.size": 8,
+    "axes.titlesize": 8,
     "axes.grid": True,
     "grid.alpha": 0.25,
     "legend.fontsize": 7,
+    "legend.labelspacing": 0.2,
     "lines.markersize": 4,
     "svg.fonttype": "none",
     "pdf.fonttype": 42,
 }
 PAGE, COLUMN = 7.0, 3.4  # inches
 FEW_SEEDS = 3  # a mean over fewer runs has no interval
-PANELS = {  # kind of run -> keys of each panel; "*nodes": see draw_nodes; gain_mean: of learn.py
+# Kind of run -> keys of each panel; with *: a function of its own; gain_mean: of learn.py
+PANELS = {
     "training": (
         "value_mean eval_value_mean",
         "reward_mean",
@@ -47,7 +52,23 @@ PANELS = {  # kind of run -> keys of each panel; "*nodes": see draw_nodes; gain_
     ),
     "imitation": ("loss",),
     "search": ("*nodes", "valid_share", "gain_mean", "kl", "entropy", "live_lineages"),
-    "evaluation": ("*nodes",),
+    "evaluation": ("*episodes",),
+}
+NAMES = {  # of keys, the words of the terminal first; others are written with spaces
+    "value_mean": "value",
+    "eval_value_mean": "value, evaluations",
+    "reward_mean": "reward",
+    "valid_share": "valid",
+    "zero_variance_share": "no signal: equal rewards",
+    "reply_tokens": "tokens of an episode",
+    "turns": "replies of an episode",
+    "seconds": "duration of a step",
+    "seconds_sample": "sampling alone",
+    "kl": "kl from the untrained model",
+    "entropy": "entropy of the replies",
+    "logprob_diff_max": "engine and trainer differ, at most",
+    "logprob_diff_mean": "on average",
+    "gain_mean": "gain over the parent",
 }
 UNITS = {  # the first part that a key contains counts
     "value": "0: baseline, 1: reference",
@@ -122,6 +143,7 @@ def draw_keys(axis, groups: list[RunGroup], keys: list[str]) -> None:
     """Quantities per step, averaged over the steps that all runs of a group have.
 
     The dashes tell keys apart; colours and marks tell groups apart, or the keys of a single one.
+    The legend of the keys is the title of the axis, so that it covers no data.
     """
     several = len(groups) > 1
     for key, colour, dash in zip(keys, COLOURS, DASHES):
@@ -135,18 +157,55 @@ def draw_keys(axis, groups: list[RunGroup], keys: list[str]) -> None:
                 errors = by_step(group, key.replace("_mean", "_stderr"))
                 axis.errorbar(frame.index, frame[0], errors[0], color=colour, fmt="none")
         if len(keys) > 1:
-            axis.plot([], [], label=words_of(key), color=GREY if several else colour, ls=dash)
-            axis.legend()
+            label = words_of(key) + sizes_of(groups, key)
+            axis.plot([], [], label=label, color=GREY if several else colour, ls=dash)
+    if "eval_value_mean" in keys and not several:
+        draw_ends(axis, groups[0])
+    if len(keys) > 1:
+        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False)
+    else:
+        axis.set_title(words_of(key))
     if "logprob" in key:
         axis.set_yscale("log")
     if "value" in key:
         axis.axhline(0, color=GREY, linestyle=":")
-    unit = next((UNITS[part] for part in UNITS if part in key), "")
-    axis.set(title=words_of(keys[0]), ylabel=unit)
+    axis.locator_params(axis="x", integer=True)
+    axis.set_ylabel(next((UNITS[part] for part in UNITS if part in key), ""))
 
 
 def words_of(key: str) -> str:
-    return re.sub("(.*)_mean$", r"mean \1", key).replace("_", " ")
+    return NAMES.get(key, key.replace("_", " "))
+
+
+def sizes_of(groups: list[RunGroup], key: str) -> str:
+    """The number of episodes of an evaluation as the end of a label; "" of other keys."""
+    if not key.startswith("eval_"):
+        return ""
+    sizes = {f"{n:.0f}" for group in groups for n in np.unique(by_step(group, "eval_n"))}
+    return f", N = {' or '.join(sorted(sizes))}" if sizes else ""
+
+
+def draw_ends(axis, group: RunGroup) -> None:
+    """A line for the untrained adapter, and a star for the best one on fresh seeds at the end of
+    the run, on the test part if there is one.
+    """
+    before = [run.result["before"]["value_mean"] for run in group.runs if run.result.get("before")]
+    if before:
+        axis.axhline(fmean(before), color=GREY, linewidth=0.8, label="untrained")
+    finals = [run.result["final"] for run in group.runs if run.result.get("final")]
+    for number, final in enumerate(finals):
+        best = final["best"]
+        part = "test_" if "test_value_mean" in best else ""
+        label = f"best adapter, {'test' if part else final['split']} part, N = {final['n']}"
+        axis.errorbar(
+            best["step"] + 1,
+            best[f"{part}value_mean"],
+            best[f"{part}value_stderr"],
+            fmt="*",
+            markersize=8,
+            color="black",
+            label=label if number == 0 else None,
+        )
 
 
 def draw_mean(axis, frame, **look):
@@ -164,19 +223,17 @@ def draw_mean(axis, frame, **look):
         )
 
 
-# ------------------------------------------------------------------ nodes and episodes
+# ------------------------------------------------------------------ nodes
 
 
 def so_far(run: RunData):
-    """The largest value of a search after each number of nodes, -1 before a valid one; the mean
-    value of an evaluation: pandas.Series.
+    """The largest value of a search after each number of nodes, NaN before a valid one:
+    pandas.Series.
     """
     import pandas
 
-    values = pandas.Series([WORST, *series(run.rows, "value")])
-    if run.kind == "search":
-        return values.cummax().ffill()
-    return values[1:].expanding().mean()
+    values = [row["value"] if row["outcome"] == "valid" else None for row in run.rows]
+    return pandas.Series([None, *values], dtype=float).cummax().ffill()
 
 
 # For the arrays of an axis
@@ -185,12 +242,11 @@ improvement_axis = np.vectorize(unbounded, otypes=[float])
 
 
 def draw_nodes(axis, groups: list[RunGroup]) -> None:
-    """Nodes or episodes without the faults: a mark for each valid one, a cross at the lower edge
-    for a failure, and a line for the best one so far, of an evaluation for the mean so far.
+    """Nodes without the faults: a mark for each valid one, a cross at the lower edge for a failure,
+    and a line for the best one so far. In a mean over runs, one without a valid node counts -1.
     """
     import pandas
 
-    run = groups[0].runs[0]
     marks = "cross: failed"
     for group in groups:
         for one in group.runs:
@@ -205,23 +261,69 @@ def draw_nodes(axis, groups: list[RunGroup]) -> None:
             look |= {"marker": "x", "transform": axis.get_xaxis_transform()}
             # the layout would take an empty line for one at the lower left corner of the figure
             axis.plot(failed, 0 * failed, clip_on=False, in_layout=False, **look)
-    axis.axhline(0, color=GREY, linestyle=":")
-    if run.kind == "search":
-        axis.set_ylim(axis.get_ylim())  # the best one before a valid node, -1, would widen it
-    for group in groups:
         # a run that has ended keeps its value
         frame = pandas.concat(map(so_far, group.runs), axis=1).ffill()
+        if len(group.runs) > 1:
+            frame = frame.fillna(WORST)
         draw_mean(axis, frame, drawstyle="steps-post", **group.look)
-    axis.set(
-        title=f"{'best' if run.kind == 'search' else 'mean'} so far",
-        xlabel=f"{NOUNS[run.kind]}s ({marks})",
-        ylabel=UNITS["value"],
-    )
-    if run.result["metric"] != "value":  # that of several tasks
-        to_score = lambda value: score_at(improvement_axis(value), run)  # noqa: E731
-        to_value = lambda score: value_axis(improvement(score, run))  # noqa: E731
-        right = axis.secondary_yaxis("right", functions=(to_score, to_value))
+    axis.axhline(0, color=GREY, linestyle=":")
+    axis.locator_params(axis="x", integer=True)
+    axis.set(title="best so far", xlabel=f"nodes ({marks})", ylabel=UNITS["value"])
+    if all(len(group.runs) == 1 for group in groups):  # a mean with failures is no score
+        run = groups[0].runs[0]
+        right = axis.secondary_yaxis("right", functions=score_scale(run))
         right.set_ylabel(shorten(run.result["metric"], 40))
+
+
+def score_scale(run: RunData) -> tuple:
+    """The functions of an axis of scores opposite to that of the values."""
+    to_score = lambda value: score_at(improvement_axis(value), run)  # noqa: E731
+    to_value = lambda score: value_axis(improvement(score, run))  # noqa: E731
+    return to_score, to_value
+
+
+# ------------------------------------------------------------------ episodes
+
+GOLDEN = 0.618  # multiples of it, modulo 1, spread marks evenly
+
+
+def strips_of(groups: list[RunGroup]) -> list[tuple[str, RunGroup]]:
+    return [*product(groups[0].runs[0].task.split(), groups)]
+
+
+def draw_episodes(axis, groups: list[RunGroup]) -> None:
+    """A strip for each task and group: a mark for the value of each valid episode, the mean of all
+    with its standard error, and beside it the number of failures.
+    """
+    strips = strips_of(groups)
+    for number, (task, group) in enumerate(strips):
+        rows = [row for run in group.runs for row in run.rows if row["task"] == task]
+        values = series([row for row in rows if row["outcome"] == "valid"], "value")
+        heights = number + 0.6 * (np.arange(len(values)) * GOLDEN % 1 - 0.5)
+        axis.plot(values, heights, alpha=0.5, markersize=3, linestyle="", **group.look)
+        played = [row["value"] for row in rows if row["value"] is not None]  # without the faults
+        if played:
+            error = standard_error(played)
+            look = {"fmt": "D", "color": "black", "capsize": 3, "zorder": 3}
+            axis.errorbar(fmean(played), number, xerr=error, **look)
+        text = f"{len(played) - len(values)} of {len(played)} failed"
+        if len(rows) > len(played):
+            text += f", {count(len(rows) - len(played), 'fault')}"
+        axis.text(1.01, number, text, transform=axis.get_yaxis_transform(), va="center")
+    labels = [task if group is groups[0] else "" for task, group in strips]
+    axis.set_yticks(range(len(strips)), labels)
+    axis.set_ylim(len(strips) - 0.4, -0.6)
+    axis.grid(False, axis="y")
+    axis.axvline(0, color=GREY, linestyle=":")
+    axis.set_xlim(min(-1.05, axis.get_xlim()[0]), max(1.05, axis.get_xlim()[1]))
+    axis.set(
+        title="each valid episode; diamond: mean of all ± standard error, a failure counts -1",
+        xlabel=f"value ({UNITS['value']}; at -1: that or less)",
+    )
+    run = groups[0].runs[0]
+    if run.result["metric"] != "value":  # that of several tasks
+        top = axis.secondary_xaxis("top", functions=score_scale(run))
+        top.set_xlabel(shorten(run.result["metric"], 40))
 
 
 # ------------------------------------------------------------------ the tree
@@ -262,7 +364,7 @@ def draw_tree(run: RunData, link: str = "#"):
 
     link: address of a node before its id; the nodes in an SVG lead there.
     """
-    shown, path = best_nodes(run, 3 * LINES), best_path(run)
+    shown, path = best_nodes(run, 2 * LINES), best_path(run)
     rows = depth_first([row for row in run.rows if row["id"] in shown])
     figure = new_figure(PAGE, 1.0 + 0.18 * max(6, min(LINES, len(rows))))
     axis = figure.subplots()
@@ -296,6 +398,8 @@ def draw_tree(run: RunData, link: str = "#"):
         axis.text(x, y, f"\xa0  {shorten(line_of(row), room)}", va="center")
     axis.set_axis_off()
     title = f"{len(rows)} of {len(run.rows)} nodes; hollow: failed"
+    if len(rows) < len(run.rows):
+        title += "; all of them: viz.py --list"
     axis.set(xlim=(-0.1, TREE_WIDTH), ylim=(0.5 - min(LINES, len(rows)), 1.5), title=title)
     shades = axis.scatter([], [], c=[], **scale)
     figure.colorbar(shades, label="value", aspect=40, pad=0.01, fraction=0.05)
@@ -357,35 +461,39 @@ def draw_panels(groups: list[RunGroup], panels=()):
     x = "round" if any(run.rounds for run in runs) else NOUNS[kind]
     window = window_of(runs[0].rounds or runs[0].rows)
     x += "s" if window == 1 else f"s (means over {window})"
-    has = {"*nodes", "value_mean"}.union(*map(numbers_of, groups))  # one panel at least
+    own = {"*nodes": draw_nodes, "*episodes": draw_episodes}
+    has = {*own, "value_mean"}.union(*map(numbers_of, groups))  # one panel at least
     panels = panels or [keys for keys in PANELS[kind] if has & {*keys.split()}]
     columns = min(3, len(panels))
-    width = PAGE if columns > 1 else COLUMN
     # the last one takes what is left of its row
     cells = [*panels, *panels[-1:] * (-len(panels) % columns)]
     mosaic = np.reshape(cells, (-1, columns))
+    width = PAGE if columns > 1 else COLUMN
     height = 0.6 + 1.8 * len(mosaic)
+    if panels == ["*episodes"]:
+        width, height = PAGE, 1.2 + 0.3 * len(strips_of(groups))
     figure = new_figure(width, height)
     axes = figure.subplot_mosaic(mosaic)
     for keys, axis in axes.items():
         axis.set_xlabel(x)
-        if keys == "*nodes":
-            draw_nodes(axis, groups)
+        if keys in own:
+            own[keys](axis, groups)
         else:
             axis.sharex(axes[panels[-1]])
             draw_keys(axis, groups, keys.split())
-        axis.locator_params(axis="x", integer=True)
     if len(runs) > 1:
         handles = []
         for group in groups:
             text = shorten(f"{group.label} {group.differs}", 200)
             text = textwrap.fill(text, int(15 * width))
             handles += axis.plot([], [], label=text, **group.look)
-        legend = figure.legend(
-            handles=handles,
-            title="mean over runs, band: ± standard error",
-            loc="outside lower center",
-        )
+        most = max(len(group.runs) for group in groups)
+        title = ""
+        if most > 1 and kind != "evaluation":
+            title = "mean over runs"
+        if most >= FEW_SEEDS and kind != "evaluation":
+            title += ", band: ± standard error"
+        legend = figure.legend(handles=handles, title=title, loc="outside lower center")
         figure.set_figheight(height + legend.get_window_extent().height / figure.dpi)
     return figure
 

@@ -65,7 +65,8 @@ class Episode:
     prompt: str = ""  # first message of the user
     segments: list[Segment] = field(default_factory=list)  # several if earlier text was cut
     turns: list[dict] = field(default_factory=list)
-    # "submit", "turn_limit", "context_limit", "time_limit", "fault"; "exit" of an agent program
+    # reason of the end: Step.ended, or turn_limit, context_limit, time_limit, fault, or exit (of an
+    # agent program)
     status: str = ""
     score: Score | None = None  # score on the first split; None only for a fault
     test_score: Score | None = None
@@ -293,8 +294,8 @@ async def play(
                 step = replace(step, observation=CUT)
             turn = turn_record(sample, step)
             episode.add(before, sample, turn)
-            if step.done:
-                return "submit"
+            if step.ended:
+                return step.ended
             turns_left = options.max_turns - number - 1
             if turns_left:
                 left = deadline - time.monotonic()

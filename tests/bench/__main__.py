@@ -1,6 +1,6 @@
 """Measures what the design promises; `--write` also puts the table into tests/BENCHMARKS.md.
 
-    python tests/bench env         sandboxes: steps, resets, forks, gradings, many episodes;
+    python tests/bench env         sandboxes: steps, resets, copies, gradings, many episodes;
                                    MLGym's own shell too if $MLGYM_ROOT is a checkout
     python tests/bench soak        1,000 episodes in a row: memory, threads, files, containers
     python tests/bench train       a GRPO step of single replies beside TRL's (pip install trl)

@@ -245,6 +245,7 @@ def run_ours(model, rounds, turns, tokens, variant):
     from flatlab.task.grading import Score
     from flatlab.train.job import TrainingRun, in_trainer
     from flatlab.world import prompts
+    from flatlab.world.episode import play
     from policy import Policy
     from tasks import load_task
 
@@ -259,10 +260,10 @@ def run_ours(model, rounds, turns, tokens, variant):
 
         def step(self, reply, timeout, act):
             if not self.left:
-                return Step("", True, None, "submit", 0.0)
+                return Step("", "submit", None, "submit", 0.0)
             work.calls += 1
             time.sleep(self.left.pop(0))
-            return Step(OBSERVATION, False, None, "ok", 0.0)
+            return Step(OBSERVATION, "", None, "ok", 0.0)
 
         def score(self):
             # close to the baseline, where the reward is not clipped and no two are equal
@@ -306,7 +307,7 @@ def run_ours(model, rounds, turns, tokens, variant):
     cfg.episode.prompts = "configs/prompts/tiny.yaml"
     task = load_task("titanic", "", "")
     plan = [replace(task, prompt=f"Write. {i}") for i in range(PROMPTS)]
-    job = TrainingRun()
+    job = TrainingRun(play=play)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=RATE)
 
     def counted_batch(*args):

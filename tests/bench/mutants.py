@@ -41,8 +41,8 @@ TESTED_BY = {
 # Of grpo.py only what computes: not its start, not the loop, not what needs an engine.
 SKIPPED_FUNCTIONS = {
     "grpo.py": (
-        *("Config", "agent_loop", "play_groups", "evaluate", "judge", "train", "main"),
-        *("begin", "finish", "check", "prepare", "load_policy"),
+        *("Config", "play_groups", "evaluate", "judge", "train", "main"),
+        *("begin", "finish", "check", "open_job", "end", "load_policy"),
         *("update", "optimize", "micro_loss"),
     )
 }
