@@ -688,7 +688,7 @@ def open_job(cfg: Config, model, tasks: list, ranks) -> TrainingRun:
         is_finished = functools.partial(checkpoint.is_finished, **limits)
         run = start.open_run(cfg, digests, model, is_finished)
     finished = ranks.first(bool(run and run.finished))
-    return TrainingRun(ranks, tasks, run, finished)
+    return TrainingRun(ranks, tasks, run=run, finished=finished)
 
 
 def load_policy(policy_class, cfg: Config, model, job) -> Policy:
