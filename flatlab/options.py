@@ -27,7 +27,7 @@ BOUNDS = {
 # default of an option that is None, from the config and its ModelPath, in this order; each script
 # adds its own
 DERIVED = {
-    "context": lambda cfg, model: fit_context(model),
+    "context": lambda cfg, model: min(2048 if model.stand_in else 16384, model.positions or 16384),
     "max_reply_tokens": lambda cfg, model: min(160 if model.stand_in else 2048, quarter(cfg)),
     "max_observation_tokens": lambda cfg, model: min(256 if model.stand_in else 2048, quarter(cfg)),
     "prompts": lambda cfg, model: f"configs/prompts/{'tiny' if model.stand_in else 'agent'}.yaml",
@@ -109,12 +109,6 @@ def check_bounds(config) -> None:
         for number in numbers:
             if isinstance(number, (int, float)) and not low <= number <= high:
                 raise UserError(f"{flag} must be from {low} to {high:.10g}, not {number}.")
-
-
-def fit_context(model) -> int:
-    """Tokens of a context: a default that leaves room for an episode, or what the model can."""
-    default = 2048 if model.stand_in else 16384
-    return min(default, model.positions or default)
 
 
 def quarter(cfg) -> int:

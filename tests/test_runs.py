@@ -559,6 +559,25 @@ def test_the_help_names_no_default_that_is_none(capsys):
     assert "None)" not in shown
 
 
+def test_the_help_shows_what_is_derived_for_a_model_and_for_the_stand_in(capsys):
+    with pytest.raises(SystemExit):
+        cli.parse_config(grpo.Config, ["--help"])
+    shown = " ".join(re.sub("[│╭╰─]", "", capsys.readouterr().out).split())
+    assert "of AdamW (default: 2e-05, stand-in 0.001)" in shown
+    assert "(default: 16384, stand-in 2048)" in shown
+    assert "2 P (default: 8)" in shown
+
+
+def test_the_first_line_needs_no_torch():
+    """The model and its context are read from config.json."""
+    code = (
+        "import sys, grpo; sys.argv = ['grpo.py', '--model', 'tiny', '--name', 'no-such-run']; "
+        "[cfg], model = grpo.start.configs(grpo.Config, 'grpo', grpo.check); "
+        "print(cfg.model.context, model.stand_in, {'torch', 'transformers'} & {*sys.modules})"
+    )
+    assert python("-c", code).stdout == "2048 True set()\n"
+
+
 def test_a_closed_pipe_is_no_traceback_also_during_a_search():
     command = f"{sys.executable} viz.py --help | true"
     done = subprocess.run(command, shell=True, cwd=PROJECT, capture_output=True)

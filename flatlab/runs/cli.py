@@ -42,7 +42,8 @@ def parse_config(config_class, argv: list[str], preset: dict | None = None):
     preset = preset_flags(preset, flat(config_class()))
     check_words(preset, kinds)
     threads.configure()
-    show_defaults(config_class)
+    if {"-h", "--help"} & {*flags}:
+        show_defaults(config_class)
     cfg = tyro.cli(
         config_class,
         args=preset + flags,
