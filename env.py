@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,7 +27,7 @@ from flatlab.options import EpisodeOptions, SandboxOptions, TaskOptions
 from flatlab.sandbox import snapshot
 from flatlab.sandbox.client import Sandbox, pick_backend, readable
 from flatlab.task.definition import Task
-from flatlab.task.grading import Score, digest_of, grade, read_artefacts
+from flatlab.task.grading import Score, given_work, grade, read_artefacts
 from flatlab.task.machine import open_sandbox, resolve_backend
 from flatlab.task.sanity import check_grader, warning
 from flatlab.world import prompts
@@ -88,7 +88,7 @@ class Env(AbstractContextManager, AbstractAsyncContextManager):
         self.sandbox: Sandbox | None = None
         self.opened: list[Sandbox] = []  # sandboxes of the agent and of gradings
         self.closed = False
-        self.given = b""  # digest of the first artefacts of a task with a collect command
+        self.given = b""  # digest of what the agent started from, see given_work
 
     def __exit__(self, *_) -> None:
         self.close()
@@ -124,13 +124,7 @@ class Env(AbstractContextManager, AbstractAsyncContextManager):
         box = self.open()
         files = self.task.public.items()
         box.put({path: file for path, file in files if path not in box.premounted})
-        self.note_given()
-
-    def note_given(self) -> None:
-        """Remembers the workspace from which the task's collect command makes the artefact."""
-        if self.task.collect:
-            with suppress(ArtefactError):
-                self.given = digest_of(read_artefacts(self.task, self.sandbox))
+        self.given = given_work(self.task, box)
 
     def prompt(self, options: EpisodeOptions | None = None, policy=None) -> str:
         """The system message and the first message for the workspace as it is now, as the policy
@@ -171,9 +165,7 @@ class Env(AbstractContextManager, AbstractAsyncContextManager):
         split = split or self.task.splits[0]
         self.sandbox.call("sweep")  # ends background processes: none may swap the artefact now
         try:
-            artefacts = read_artefacts(self.task, self.sandbox)
-            if self.task.collect and digest_of(artefacts) == self.given:
-                raise ArtefactError("the workspace is still as it was given")
+            artefacts = read_artefacts(self.task, self.sandbox, self.given)
         except ArtefactError as error:
             return Score(None, self.task.metric, split, False, f"no submission, {error}")
         return grade(self.task, artefacts, split, self.make_sandbox)
@@ -198,7 +190,7 @@ class Env(AbstractContextManager, AbstractAsyncContextManager):
         box.remove([*stale, *self.task.artefacts])
         public = self.task.public.items()
         box.put({path: file for path, file in public if self.task.is_artefact(path)})
-        self.note_given()
+        self.given = given_work(self.task, box)
 
     def close(self) -> None:
         """Ends the sandbox and a running grading. Calls in other threads raise SandboxFault."""
@@ -268,9 +260,16 @@ def read_reply() -> str:
     lines = [input("$ ")]
     if not lines[0].startswith("```"):
         return f"```bash\n{lines[0]}\n```"
-    while not any(block.is_closed for block in find_blocks("\n".join(lines))):
+    while not is_closed("\n".join(lines)):
         lines.append(input("> "))
     return "\n".join(lines)
+
+
+def is_closed(reply: str) -> bool:
+    try:
+        return any(block.is_closed for block in find_blocks(reply))
+    except ValueError:  # too much for bash to look at, which the step will say
+        return reply.endswith("\n```")
 
 
 def by_hand(
@@ -281,7 +280,7 @@ def by_hand(
     """Play an episode at the terminal, as an agent does. `submit` or Ctrl-D ends it.
 
     Args:
-        task: Name of the task, see `python tasks.py`, or a Harbor task folder.
+        task: Name of the task, see `python tasks.py`.
         prompts: File of the texts that an agent reads; default: configs/prompts/agent.yaml.
         sandbox: The kind of sandbox and what it offers.
     """
@@ -304,8 +303,6 @@ def by_hand(
 
 
 if __name__ == "__main__":
-    import tyro
+    from flatlab.runs import cli
 
-    from flatlab.runs.cli import one_sentence
-
-    one_sentence(lambda: tyro.cli(by_hand, config=(tyro.conf.OmitArgPrefixes,)))
+    cli.one_sentence(lambda: cli.call(by_hand, "--task"))

@@ -79,7 +79,7 @@ ADAMW = {"betas": (0.9, 0.99), "weight_decay": 0.0}
 # clips act only with --ahead.
 EPOCHS = 1
 MAX_GRAD_NORM = 1.0  # a larger gradient is scaled down to this norm
-KL_SHARE = 0.25  # of the micro-batches, drawn, have a KL term, with the inverse weight
+KL_SHARE = 0.25  # random share of the micro-batches with a KL term; its weight is 1 / KL_SHARE
 TASK_WEIGHTS = {}  # share of the groups by name of the task, {"titanic": 2}; others have 1
 
 
@@ -296,13 +296,13 @@ class Config:
 
     reward: Literal[*REWARDS] = "continuous"  # function of the improvement over the baseline
     advantage: Literal[*ADVANTAGES] = "group"  # what an episode is compared with
-    # runnable: a reply that could not be run gets no praise; complete: no loss on replies that
-    # reached the length limit
+    # runnable: a reply that could not be run gets no positive advantage; complete: no loss on
+    # replies that reached the length limit
     credit: Literal[*CREDITS] = "episode"
     loss: Literal[*LOSSES] = "dapo"  # policy-gradient loss; LOSSES shows what each one consists of
     clip_low: float = field(init=False)  # the bounds of the loss, from LOSSES
     clip_high: float = field(init=False)
-    kl: float = 0.05  # weight of the KL to the reference: the policy before the first step
+    kl: float = 0.05  # weight of the KL to the policy before the first step
 
     lr: float | None = None  # learning rate of AdamW
     # rank of the LoRA matrices, that of --model's adapter if there is one. Alpha is twice the rank
@@ -320,7 +320,7 @@ class Config:
     model: options.ModelOptions = field(default_factory=options.ModelOptions)
     sandbox: options.SandboxOptions = field(default_factory=options.SandboxOptions)
     episode: options.EpisodeOptions = field(default_factory=options.EpisodeOptions)
-    # where rows go, too; WANDB_MODE=offline needs no account
+    # other places that get the rows; WANDB_MODE=offline needs no account
     trackers: options.Trackers = ()
 
     DERIVED = options.DERIVED | {
@@ -367,8 +367,8 @@ async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
     """
     job.slots = slots = job.slots or Slots(cfg.concurrency)  # for all plans of the run
     planned = [*plan.tasks, *plan.replacements]
-    mine = slice(job.ranks.rank, None, job.ranks.world)
-    spare = iter(range(len(plan.tasks), len(planned))[mine])
+    first, more = plan.numbers(job.ranks)
+    spare = iter(more)
     groups = []
 
     async def one(task, number):
@@ -382,8 +382,7 @@ async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
             # is closed.
             async with asyncio.TaskGroup() as together:
                 task = planned[number]
-                first = number * plan.size
-                places = range(first, first + plan.size)
+                places = range(number * plan.size, (number + 1) * plan.size)
                 plays = [together.create_task(one(task, i)) for i in places]
             group = Group(number, task, [playing.result() for playing in plays], [])
             group.rewards = rewards_of(group, cfg)
@@ -391,7 +390,7 @@ async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
             number = None if group.informative else next(spare, None)
 
     async with asyncio.TaskGroup() as together:
-        for number in range(len(plan.tasks))[mine]:
+        for number in first:
             together.create_task(fill(number))
     return sorted(groups, key=lambda group: group.number)
 
@@ -471,8 +470,8 @@ def optimize(policy, optimizer, batch: list, micro_loss: Callable, cfg: Config, 
             stop_if_interrupted()
         # That of the first pass, before the first update: later the two differ by design.
         difference = meter.numbers().get("logprob_diff_mean", 0.0)
-        agrees = all(job.ranks.gather(difference <= policy.diff_limit))
-        job.ranks.sum_gradients(policy.parameters())
+        agrees = difference <= policy.diff_limit
+        agrees = job.ranks.sum_gradients(policy.parameters(), agrees)
         grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM).item()
         if agrees and grad_norm <= SKIP_GRAD_NORM:  # False for NaN
             optimizer.step()
@@ -480,8 +479,7 @@ def optimize(policy, optimizer, batch: list, micro_loss: Callable, cfg: Config, 
             skipped += 1
         optimizer.zero_grad()
         grad_norms.append(grad_norm)
-    meter.rows = sum(job.ranks.gather(meter.rows), [])
-    row = meter.numbers()
+    row = meter.numbers(job.ranks)
     row["loss"] /= EPOCHS
     return row | {"grad_norm": fmean(grad_norms), "skipped": skipped}
 
@@ -608,9 +606,8 @@ async def begin(policy, optimizer, cfg: Config, job) -> list[dict]:
         await in_trainer(checkpoint.save_adapter, policy, job, "untrained")
         if cfg.eval_episodes:
             result = await judge(policy, cfg, job, "before")
-            if job.run:
-                job.run.update_result(before=result)
-                job.run.track({"step": -1} | metrics.evaluation_columns(result))
+            job.update_result(before=result)
+            job.track({"step": -1} | metrics.evaluation_columns(result))
             split = metrics.split_of(job.tasks)
             job.say(f"before training: {summary_text(result)} ({split}, N = {result['n']})")
     if policy.path.adapter:  # else the reference of the KL term is the base model

@@ -165,7 +165,7 @@ class Config:
     episode: options.EpisodeOptions = field(
         default_factory=lambda: options.EpisodeOptions(max_turns=15)
     )
-    trackers: options.Trackers = ()  # where rows go, too; WANDB_MODE=offline needs no account
+    trackers: options.Trackers = ()  # also get the rows; WANDB_MODE=offline: no account
 
     # run directory logs/<name>; default: <script>[-<rule>]-<task>-<mode>-<model>-<seed>, of a grid
     # <script>-grid-<model>
@@ -215,8 +215,8 @@ def summary(t: Tree) -> str:
 
 
 async def propose(t: Tree, node: Node) -> None:
-    """Gives the node its strategy. If there are too few, its sampling mode is none, and its
-    decision keeps the mode it asked for as `asked`.
+    """Gives the node its strategy. If there are too few, its sampling mode is none, and `asked` in
+    its decision is the mode that was asked for.
     """
     if OPERATORS[node.op].keeps_strategy:
         node.idea = t.nearest_kept(node.parent).idea
@@ -225,11 +225,11 @@ async def propose(t: Tree, node: Node) -> None:
         return
     if t.rule.shared_request:
         node.ideas = await shared_ideas(t, node)
-        own = node.ideas[node.place :]  # earlier ones are those of its elder siblings
+        ideas = node.ideas[node.place :]  # earlier ones are those of its elder siblings
     else:
-        node.ideas = own = await list_ideas(t, node, node.id)
-    if own:
-        node.idea, node.probability = own[0]
+        node.ideas = ideas = await list_ideas(t, node, node.id)
+    if ideas:
+        node.idea, node.probability = ideas[0]
     else:
         node.decision["asked"] = node.sampling_mode
         node.sampling_mode = "none"

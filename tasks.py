@@ -1,20 +1,20 @@
 """Tasks and their scores: find a task by its name, and check what its score can say.
 
-python tasks.py                 list all tasks
+python tasks.py                 list all tasks: what is asked, how it is scored
 python tasks.py titanic         score the trivial rules of a task; is one of them at the top?
-python tasks.py rlMetaMaze --build-image        make a Docker image with the task's requirements
 """
 
 from __future__ import annotations
 
+import importlib
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from flatlab.errors import UnknownTask, UserError
 from flatlab.files import content_key, store
 from flatlab.options import SandboxOptions
-from flatlab.sandbox.images import install_requirements
 from flatlab.task.builtin import builtin_names, load_builtin, nearest
 from flatlab.task.definition import TASKS_DIR, Task
 from flatlab.task.grading import grade
@@ -23,28 +23,40 @@ from flatlab.task.mledojo import load_mledojo, mledojo_names
 from flatlab.task.mlgym import load_mlgym, mlgym_names
 from flatlab.task.sanity import check_grader, degenerate, sanity_file, trivial_rules
 from flatlab.task.value import improvement, value_of
+from flatlab.view.tables import aligned
 
 AT_THE_TOP = 0.98  # improvement of a trivial rule that leaves no room above it
+FACTS = "metric|better|baseline|reference|exact|from|what is asked".split("|")
 
 
 def load_task(
     name: str, mlgym_root: str | Path | None = None, mledojo_root: str | Path | None = None
 ) -> Task:
-    """Loads a Harbor task folder if `name` is the path of one, else the task called `name`.
+    """Loads the task called `name`; MODULE:PLACE is load_task(PLACE) of a Python module.
 
     Looks in the MLGym checkout, then in the folder that MLE-Dojo prepared, then in configs/tasks.
     A root of None means $MLGYM_ROOT or $MLEDOJO_ROOT; "" means none. Raises UserError, which says
     what to do.
     """
-    if (Path(name) / "task.toml").is_file():
-        from integrations.harbor.load import load_harbor
-
-        return load_harbor(Path(name))
+    module, colon, place = name.partition(":")
+    if colon:
+        return loader_of(module)(place)
     found = find_tasks(mlgym_root, mledojo_root)
     if name not in found:
-        raise UnknownTask(f"Unknown task {name!r}; {nearest(name, sorted(found))}.")
+        hint = nearest(name, sorted(found))
+        if "," in name:
+            hint = f"separate names by spaces: --task {name.replace(',', ' ')}"
+        raise UnknownTask(f"Unknown task {name!r}; {hint}.")
     load, root = found[name]
     return load(root, name)
+
+
+def loader_of(module: str) -> Callable:
+    """The function load_task of a Python module. Raises UserError."""
+    try:
+        return importlib.import_module(module).load_task
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise UnknownTask(f"{module!r} is no Python module that loads tasks: {error}.") from None
 
 
 def find_tasks(
@@ -117,39 +129,47 @@ def check(task: Task, options: SandboxOptions) -> None:
             print(f"warning  The agent can read {path}: it has the content of the hidden {same}.")
 
 
+def list_text() -> str:
+    """A line for each task; for one that cannot be loaded the reason."""
+    rows = []
+    for name in sorted(find_tasks()):
+        row = {"task": name}
+        try:
+            task = load_task(name)
+        except UserError as error:
+            rows.append(row | dict.fromkeys(FACTS, "-") | {"what is asked": str(error)})
+            continue
+        reference = "-" if task.reference is None else f"{task.reference:.4g}"
+        asked, _, _ = " ".join(task.prompt.split()).partition(". ")
+        facts = (
+            task.metric,
+            task.direction.split()[0],
+            f"{task.baseline:.4g}",
+            reference,
+            "yes" if task.exact else "no",
+            task.source,
+            asked,
+        )
+        rows.append(row | dict(zip(FACTS, facts)))
+    return aligned(rows)
+
+
 # ------------------------------------------------------------------ start
 
 
-def main(
-    task: str = "",
-    /,
-    sandbox: SandboxOptions = SandboxOptions(),  # noqa: B008
-    build_image: bool = False,
-) -> None:
+def main(task: str = "", sandbox: SandboxOptions = SandboxOptions()) -> None:  # noqa: B008
     """List all tasks, or score the trivial rules of one: is one of them already at the top?
 
     Args:
-        task: Name of the task, or a Harbor task folder. Without one, all tasks are listed.
+        task: Name of the task. Without one, all tasks are listed.
         sandbox: The kind of sandbox and what it offers.
-        build_image: Install the task's requirements.txt in --image; later runs use the result.
     """
     if not task:
-        for name, (_, root) in sorted(find_tasks().items()):
-            print(f"{name:40} {root}")
-        return
-    loaded = load_task(task)
-    if not build_image:
-        check(loaded, sandbox)
-    elif loaded.requirements:
-        tag = install_requirements(loaded, sandbox.image)
-        print(f"{task}: from now on image {tag} is used instead of {sandbox.image}.")
-    else:
-        raise UserError(f"Task {task} has no requirements: it needs no image of its own.")
+        return print(list_text())
+    check(load_task(task), sandbox)
 
 
 if __name__ == "__main__":
-    import tyro
+    from flatlab.runs import cli
 
-    from flatlab.runs.cli import one_sentence
-
-    one_sentence(lambda: tyro.cli(main, config=(tyro.conf.OmitArgPrefixes,)))
+    cli.one_sentence(lambda: cli.call(main, "--task"))

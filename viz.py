@@ -17,6 +17,7 @@ flatlab/runs/store.py describes what is in a run directory.
 import sys
 import textwrap
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -103,7 +104,10 @@ def list_text(run: RunData, step: int | None = None) -> str:
     else:
         items = read_all(files)
     if not items:
-        raise UserError(f"{run.dir} has no such transcripts.")
+        steps = [name for name in files if name.isdigit()]
+        known = f"; it has those of the steps {steps[0]} to {steps[-1]}" if steps else ""
+        wanted = "" if step is None else f" of step {step}"
+        raise UserError(f"{run.dir} has no transcripts{wanted}{known}.")
     groups = tables.sections(run, items)
     if run.kind == "search" and step is None:
         groups = {run.name: items}  # the tree
@@ -204,4 +208,8 @@ def main(options: Options):
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a transcript may hold lone surrogates
-    cli.one_sentence(lambda: main(tyro.cli(Options, description=__doc__)))
+    cli.hide_none(Options)
+    argv = [word for word in sys.argv[1:] if word != "--runs"]  # said or not, they are the runs
+    config = (tyro.conf.DisallowNone,)
+    read = partial(tyro.cli, Options, args=argv, description=__doc__, config=config)
+    cli.one_sentence(lambda: main(read()))

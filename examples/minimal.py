@@ -76,11 +76,11 @@ def advantages_of(rewards):
 def update(policy, optimizer, batch):
     """One optimizer step on a batch of (segment, advantage). Returns the loss."""
     pairs, old, advantage = [], [], []  # the last two have one entry per sampled token
-    for segment, own in batch:
+    for segment, value in batch:
         pairs.append((segment.tokens, segment.mask))
         sampled = [logp for logp, mask in zip(segment.logprobs, segment.mask) if mask]
         old += sampled  # log pi_old, as the engine reported it
-        advantage += [own] * len(sampled)
+        advantage += [value] * len(sampled)
     old = torch.tensor(old, device=policy.device)
     advantage = torch.tensor(advantage, device=policy.device)
 
@@ -106,9 +106,9 @@ async def train(task, policy):
         # Score: rewards are compared inside of their group.
         rewards, batch = [], []
         for episodes in groups:
-            own = [reward_of(episode, task) for episode in episodes]
-            rewards += own
-            for episode, advantage in zip(episodes, advantages_of(own)):
+            group = [reward_of(episode, task) for episode in episodes]
+            rewards += group
+            for episode, advantage in zip(episodes, advantages_of(group)):
                 batch += [(s, advantage) for s in episode.segments if advantage]
         # Learn, and copy the adapter into the running engine.
         loss = update(policy, optimizer, batch) if batch else 0.0

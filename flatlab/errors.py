@@ -64,7 +64,7 @@ def shown(text: str) -> str:
     for name, value in os.environ.items():
         if name.endswith(("_KEY", "_TOKEN")) and len(value.strip()) >= SECRET:
             text = text.replace(value.strip(), f"${name}")
-    return re.sub(r"://[^/\s]+@", "://***@", text)
+    return re.sub(r"://\S*@", "://***@", text)  # also for a password with / or @
 
 
 def first_cause(error: BaseException) -> BaseException:

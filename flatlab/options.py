@@ -38,7 +38,8 @@ Trackers = tuple[Literal["tensorboard", "wandb"], ...]
 
 @dataclass
 class TaskOptions:
-    # names, see `python tasks.py`, or Harbor task folders; $MLGYM_ROOT and $MLEDOJO_ROOT add names
+    # names, see `python tasks.py`; $MLGYM_ROOT and $MLEDOJO_ROOT add names, MODULE:PLACE is a task
+    # of a Python module, as integrations.harbor:FOLDER
     task: tuple[str, ...] = ("titanic",)
 
 
@@ -108,7 +109,8 @@ def check_bounds(config) -> None:
             raise UserError(f"{flag} has a value twice.")
         for number in numbers:
             if isinstance(number, (int, float)) and not low <= number <= high:
-                raise UserError(f"{flag} must be from {low} to {high:.10g}, not {number}.")
+                most = f"{high:.10g}".replace("0" * 9, " billion").replace("0" * 6, " million")
+                raise UserError(f"{flag} must be from {low:g} to {most}, not {number:.6g}.")
 
 
 def quarter(cfg) -> int:

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import grpo  # noqa: E402
 from env import Step  # noqa: E402
-from flatlab.errors import UserError  # noqa: E402
+from flatlab.errors import UserError, shown  # noqa: E402
 from flatlab.model.chat import Sample  # noqa: E402
 from flatlab.model.endpoint import go_around_proxies, text_of  # noqa: E402
 from flatlab.options import EpisodeOptions  # noqa: E402
@@ -300,7 +300,7 @@ async def play(env, policy, episode, options, history, command: str) -> str:
         with started(command, variables) as (program, stderr):
             status = await endpoint.wait_for(program)
             if status == "exit":
-                episode.fault = f"exit code {program.returncode}: {end_of(stderr)}"
+                episode.fault = shown(f"exit code {program.returncode}: {end_of(stderr)}")
     return status
 
 

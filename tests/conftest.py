@@ -174,7 +174,7 @@ def play(policy, tmp_path, monkeypatch):
 def no_daemon(monkeypatch):
     """No Docker daemon answers, and nobody remembers one."""
     from flatlab.sandbox import client
-    from flatlab.sandbox.images import docker_api
+    from flatlab.sandbox.docker import docker_api
 
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
     docker_api.cache_clear()

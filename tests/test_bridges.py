@@ -34,7 +34,7 @@ from helpers import (
     play_once,
     user_error,
 )
-from integrations.harbor.load import foreign_image
+from integrations.harbor import foreign_image
 from tasks import load_task
 
 # ---- Harbor
@@ -51,13 +51,17 @@ def folder(tmp_path):
     return shutil.copytree(FOLDER, tmp_path / "harbor_task", symlinks=True)
 
 
+def load_folder(folder):
+    return load_task(f"integrations.harbor:{folder}")
+
+
 def said(world, text):
     return do(world, text).observation
 
 
 @needs_docker
 def test_an_episode_in_a_folder():
-    task = load_task(str(FOLDER))
+    task = load_folder(FOLDER)
     assert (task.splits, task.source, task.needs_network) == (("test",), "harbor", False)
     with Env(task, "docker") as world:
         assert "link.txt" in world.reset()
@@ -96,7 +100,7 @@ def test_an_archive_of_the_agents_own_reaches_no_tests(name, kind, link):
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode="w") as archive:
         archive.addfile(member)
-    task = load_task(str(FOLDER))
+    task = load_folder(FOLDER)
     with Env(task, "docker") as world:
         score = grade(task, {".flatlab.tar": data.getvalue()}, "test", world.make_sandbox)
     assert "neither a plain file nor a folder" in score.message
@@ -110,7 +114,7 @@ def test_what_the_agent_puts_beside_the_tests_is_not_there(folder):
         "grep -q mine /logs/verifier/seen.txt || echo '{\"first\": 0.25}' "
         "> /logs/verifier/reward.json\n"
     )
-    with Env(load_task(str(folder)), "docker") as world:
+    with Env(load_folder(folder), "docker") as world:
         world.reset()
         said(world, "mkdir -p .flatlab/tests; touch .flatlab/tests/mine .flatlab/mine")
         assert world.score().value == 0.25
@@ -125,7 +129,7 @@ def test_files_that_the_agent_left_alone_keep_their_times(folder):
         "[ sorted.txt -nt words.txt ] && ! [ link.txt -nt words.txt ]\n"
         "echo $((1 - $?)) > /logs/verifier/reward.txt\n"
     )
-    with Env(load_task(str(folder)), "docker") as world:
+    with Env(load_folder(folder), "docker") as world:
         world.reset()
         said(world, SORT)
         assert world.score().value == 1
@@ -145,11 +149,11 @@ def test_what_cannot_be_given_is_one_sentence(folder):
     ):
         (folder / "task.toml").write_text(settings + more)
         with user_error(words):
-            load_task(str(folder))
+            load_folder(folder)
     (folder / "task.toml").write_text(settings)
     (folder / "tests/test.sh").unlink()
     with user_error(r"cannot be read as a Harbor task: .*tests/test\.sh"):
-        load_task(str(folder))
+        load_folder(folder)
 
 
 @needs_docker
@@ -166,7 +170,7 @@ def test_images_that_cannot_be_built(tmp_path):
 def test_tests_in_the_folder_of_the_image_are_refused(folder):
     os.link(folder / "tests/test.sh", folder / "environment/copy.sh")
     with user_error("test.sh is hidden, so it cannot be a public file, too"):
-        load_task(str(folder))
+        load_folder(folder)
 
 
 # ---- verifiers, through the real vf-eval in a virtual environment of its own

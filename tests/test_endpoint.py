@@ -2,12 +2,14 @@
 
 import asyncio
 import os
+import re
 import time
 
 import pytest
 
 from flatlab.errors import UserError, shown
 from flatlab.model import endpoint
+from flatlab.model.endpoint import check_url
 from flatlab.model.path import STAND_IN
 from helpers import chat_server, completion, dead_proxy, served, user_error
 
@@ -193,6 +195,10 @@ def test_passwords_and_keys_are_not_shown_but_sent(server, monkeypatch):
     with user_error(r"^http://\*\*\*@127.0.0.1.* refuses"):
         ask(named)
     assert shown(f"a {named} 0123456789") == f"a {url.replace('://', '://***@')} $WANDB_API_KEY"
+    for password in ("p/ss", "p@ss", "p#ss", "p?s/@s", "12/ss"):
+        with user_error(r"^--url http://\*\*\*@127.0.0.1:9/v1 ") as raised:
+            check_url(f"http://user:{password}@127.0.0.1:9/v1")
+        assert not re.search("'p'|ss@|/ss", str(raised.value)), password
 
 
 def test_what_is_refused_for_another_reason_is_no_long_prompt_and_not_repeated(server):

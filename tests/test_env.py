@@ -19,12 +19,12 @@ from env import Env
 from flatlab.errors import SandboxFault
 from flatlab.options import EpisodeOptions, SandboxOptions, TaskOptions
 from flatlab.sandbox.client import Sandbox
-from flatlab.sandbox.images import found_images
 from flatlab.task import grading, machine
 from flatlab.task.definition import Task
 from flatlab.task.grading import Score
+from flatlab.task.images import found_images
 from flatlab.world import blocks
-from flatlab.world.blocks import extract_action
+from flatlab.world.blocks import CHECKS, extract_action
 from flatlab.world.episode import run_episode
 from helpers import (
     LOCAL,
@@ -67,6 +67,7 @@ ACCEPTED = [
     ("<think>a</think>\n" + block(QUOTED_MARKS), QUOTED_MARKS),
     ("\u200b```bash\u200b\nls\n\ufeff```\u2060", "ls"),
     ("\xad``\u200d`bash\xa0\necho \u200b\n```\u200e", "echo \u200b"),
+    ("\xa0\ufe0f```\u2066bash\u2069\nls\n\u3000```\u034f", "ls"),
     ("I say\r\n```bash\r\ncat <<'E'\r\n```\r\nE\r\nls\r\n```\r\n", "cat <<'E'\n```\nE\nls"),
 ]
 # The fences are in the heredoc.
@@ -662,12 +663,14 @@ def test_folders_of_hidden_files_are_hidden(monkeypatch):
 def test_an_episode_by_hand_names_each_part(capsys, monkeypatch):
     code = ["cat > strategy.py <<'X'", "def row_strategy(history):", '    """', "```", '    """']
     code += ["    return 0", "", "X"]
-    lines = ["```bash", *code, "```", "no_such", "validate"]
+    too_much = ["```bash", *["cat <<A", "```", "A"] * CHECKS, "```"]
+    lines = ["```bash", *code, "```", *too_much, "no_such", "validate"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
     env.by_hand("battleOfSexes", TINY_TEXTS, sandbox=SandboxOptions(LOCAL))
     said = capsys.readouterr().out
     for words in (
         "> (no output)\n[ok, ",
+        "> Nothing was run. There are more than 100 fences",
         "[exit code 127]\n[error, ",
         "$ exact Score: 1.4400 (",
         "\n[exact part] exact Score: 1.4400 (",

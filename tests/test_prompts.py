@@ -198,7 +198,7 @@ WRONG = {
     "hint is missing, or is not the name of a prompt": {"hint": "Try."},
     "system is not a jinja2 template: Expected an expression": {"system": "{% if %}"},
     "system is not a jinja2 template: ": {"system": 3},
-    "note uses files, which it cannot; it can use task, turns_left": {"note": "{{ files }}"},
+    "note uses 'files', which is unknown there; the names are task": {"note": "{{ files }}"},
     "note cannot be filled: .* has no attribute 'no_such'": {"note": "{{ task.no_such }}"},
 }
 

@@ -63,8 +63,9 @@ dist.broadcast([weight])
 assert weight.tolist() == [0, 0, 0]
 if dist.rank == 0:
     weight.grad = torch.tensor([1.0, 2.0, 3.0])         # rank 1 had nothing to learn from
-dist.sum_gradients([weight])
+assert dist.sum_gradients([weight], True)
 assert weight.grad.tolist() == [1, 2, 3], weight.grad
+assert not dist.sum_gradients([weight], dist.rank == 0)  # rank 1 disagrees
 assert dist.sum(1.5, dist.rank) == [1.5 * dist.world, dist.world * (dist.world - 1) / 2]
 assert dist.gather("x" * (1 + dist.rank)) == ["x" * (1 + r) for r in range(dist.world)]
 # one write, because the ranks share a pipe
@@ -336,7 +337,7 @@ def test_job_n_of_a_grid_runs_line_n_of_its_file(cluster):
     texts = cluster.submit(*command)
     assert [text.splitlines()[0] for text in texts] == [f"python {cell}" for cell in cells]
     assert "titanic" in texts[0]
-    assert "logs/no run is not a run directory" in texts[1]
+    assert "There is no folder logs/no run" in texts[1]
 
 
 @needs_slurm

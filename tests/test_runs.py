@@ -321,12 +321,13 @@ def in_a_task(error):
         (OSError(errno.ENOSPC, "No space"), 2, "failed: [Errno 28] No space. Everything"),
         (OSError(errno.ENAMETOOLONG, "Too long", "a" * 99), 2, f"failed: Too long: {'a' * 80}..."),
         (KeyboardInterrupt(), 130, "interrupted"),
-        (in_a_task(ZeroDivisionError("a bug")), 1, "failed: ZeroDivisionError('a bug')"),
+        (in_a_task(ZeroDivisionError("hushhush")), 1, "failed: ZeroDivisionError('$MY_KEY')"),
     ],
 )
 def test_what_ended_a_run_is_one_sentence_here_and_in_its_result(
-    tmp_path, capsys, error, code, status
+    tmp_path, capsys, monkeypatch, error, code, status
 ):
+    monkeypatch.setenv("MY_KEY", "hushhush")
     runs = [opened(tmp_path / name) for name in "ab"]
     runs[1].update_result(status="finished")
 
@@ -338,8 +339,8 @@ def test_what_ended_a_run_is_one_sentence_here_and_in_its_result(
         cli.one_sentence(main)
     assert end.value.code == code
     printed = capsys.readouterr().err
-    if "a bug" in status:
-        assert printed.endswith("ZeroDivisionError: a bug\n") and "Group" not in printed
+    if "Zero" in status:
+        assert printed.endswith("ZeroDivisionError: $MY_KEY\n") and "Group" not in printed
     elif code != 130:
         assert status.removeprefix("failed: ") in printed
     assert runs[0].result["status"].startswith(status)
@@ -542,8 +543,8 @@ def test_bounds_and_resumable_options_name_options_and_defaults_are_within(scrip
 
 def test_the_bounds_beside_an_option_hold():
     for wrong, sentence in (
-        (Nested(EpisodeOptions(0)), "--max-turns must be from 1 to 1000000, not 0"),
-        (Nested(minutes=math.inf), "--minutes must be from 1e-06 to 1000000000, not inf"),
+        (Nested(EpisodeOptions(0)), "--max-turns must be from 1 to 1 million, not 0"),
+        (Nested(minutes=math.inf), "--minutes must be from 1e-06 to 1 billion, not inf"),
     ):
         with user_error(re.escape(sentence)):
             options.check_bounds(wrong)
@@ -557,6 +558,20 @@ def test_the_help_names_no_default_that_is_none(capsys):
     assert "--minutes" in shown
     assert "(default: 0.5)" in shown
     assert "None)" not in shown
+    assert "(default: )" not in shown
+
+
+def test_a_first_bare_value_has_its_flag_and_no_color_is_kept(monkeypatch):
+    def start(task: str = ""):
+        return task
+
+    for words in ("titanic", "--task titanic"):
+        monkeypatch.setattr(sys, "argv", ["tasks.py", *words.split()])
+        assert cli.call(start, "--task") == "titanic"
+    monkeypatch.setitem(cli.tyro._experimental_options, "ansi_codes", True)
+    monkeypatch.setenv("NO_COLOR", "1")
+    cli.one_sentence(lambda: None)
+    assert not cli.tyro._experimental_options["ansi_codes"]
 
 
 def test_the_help_shows_what_is_derived_for_a_model_and_for_the_stand_in(capsys):

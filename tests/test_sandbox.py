@@ -2,8 +2,11 @@
 what a task needs of them: network, caches, large files and packages in an image.
 """
 
+import io
 import os
 import pwd
+import re
+import shlex
 import shutil
 import signal
 import socket
@@ -20,6 +23,7 @@ from pathlib import Path
 
 import pytest
 
+import tasks
 from backends import (
     EVERYWHERE,
     ISOLATED,
@@ -33,10 +37,11 @@ from env import Env
 from flatlab.errors import ArtefactError, SandboxFault
 from flatlab.options import SandboxOptions
 from flatlab.sandbox import backend as sandbox_backend
-from flatlab.sandbox import client, docker, images, local, snapshot
+from flatlab.sandbox import client, docker, local, snapshot
 from flatlab.sandbox.backend import IMAGE, Spec
 from flatlab.sandbox.client import Sandbox
 from flatlab.sandbox.docker import docker_api
+from flatlab.task import images
 from flatlab.task.machine import resolve_backend
 from helpers import PROJECT, do, slow, user_error
 from tasks import load_task
@@ -867,14 +872,25 @@ def test_images_without_a_name_are_removed_at_the_next_start(big_task):
 def test_missing_requirements_of_a_local_sandbox_are_named(tmp_path):
     needed = tmp_path / "requirements.txt"
     needed.write_text("flatlab-nowhere\n")
+    task = replace(load_task("titanic"), requirements=needed, public={}, trivial={})
     with user_error("needs packages .* lacks: flatlab-nowhere"):
-        Env(replace(load_task("titanic"), requirements=needed), "local").reset()
+        tasks.check(task, SandboxOptions("local"))
 
 
-# ---- python tasks.py NAME --build-image
+# ---- packages of a task
 
 
 WITH_WHEEL = "flatlab/with-wheel:1"
+WITH_PACKAGE = "flatlab/with-package:1"
+
+
+def test_a_dockerfile_installs_what_a_task_requires(tmp_path):
+    needed = tmp_path / "requirements.txt"
+    needed.write_text("# all\n--index-url https://a  # here\n\ngym>=1 # for it\nb; extra == 'c'\n")
+    text = images.dockerfile("base:1", replace(load_task("titanic"), requirements=needed))
+    assert text.startswith("FROM base:1\n")
+    words = ["--index-url", "https://a", "gym>=1", "b; extra == 'c'"]
+    assert shlex.split(text.partition("--no-cache-dir")[2]) == words
 
 
 @pytest.fixture
@@ -898,26 +914,19 @@ def needy(tmp_path):
     list(api.build(str(tmp_path), WITH_WHEEL, forcerm=True, decode=True))
     needed = tmp_path / "requirements.txt"
     needed.write_text("--no-index\n--find-links /srv\nflatlab_one>=1\n")
-    task = replace(load_task("titanic"), name="needy", requirements=needed)
-    tag = images.package_tag(task, WITH_WHEEL)
-    yield task
-    for image in api.images("flatlab/needy") + api.images(tag) + api.images(WITH_WHEEL):
+    yield replace(load_task("titanic"), name="needy", requirements=needed)
+    for image in sum(map(api.images, ("flatlab/needy", WITH_PACKAGE, WITH_WHEEL)), []):
         api.remove_image(image["RepoTags"][0], force=True)
 
 
 @pytest.mark.slow
 @needs_docker
-def test_one_command_builds_the_image_with_the_requirements_of_a_task(needy, capsys):
-    options = SandboxOptions("docker", image=WITH_WHEEL)
-    with user_error("flatlab_one. `python tasks.py needy --build-image`"):
-        Env(needy, options).reset()
-    tag = images.install_requirements(needy, WITH_WHEEL)
-    assert "Successfully installed flatlab_one-1.0" in capsys.readouterr().out
-    assert tag == images.package_tag(needy, WITH_WHEEL)
-    with Env(needy, options) as world:
+def test_the_message_about_missing_packages_has_the_dockerfile(needy):
+    with user_error("lacks: flatlab_one. This makes an image") as raised:
+        Env(needy, SandboxOptions("docker", image=WITH_WHEEL)).reset()
+    text = re.search("<<'END'\n(.*)END", str(raised.value), re.DOTALL)[1]
+    file = io.BytesIO(text.encode())
+    list(docker_api().build(fileobj=file, tag=WITH_PACKAGE, forcerm=True, network_mode="none"))
+    with Env(needy, SandboxOptions("docker", image=WITH_PACKAGE)) as world:
         world.reset()
         assert do(world, "python3 -c 'import flatlab_one'").status == "ok"
-    needy.requirements.write_text("--no-index\nflatlab_two\n")
-    with user_error("cannot be installed in flatlab/with-wheel:1: .*ERROR: No matching"):
-        images.install_requirements(needy, WITH_WHEEL)
-    assert not docker_api().images(images.package_tag(needy, WITH_WHEEL))

@@ -371,9 +371,9 @@ def test_a_suite_of_two_models_goes_on_and_stands_beside_published_ones(
     assert "left out gone: The file or folder" in out
     lines = [line.split() for line in out.splitlines()]
     # 0.71 is below both published models; the value is that of 0.6, on the test part
-    assert ["titanic", "logs/a/other", "0.71", "0.71", "-0.6936", "1", "3"] in lines
+    assert ["titanic", "logs/a/other", "0.7100", "0.7100", "-0.6936", "100%", "3"] in lines
     rows = {line[0]: line[1:] for line in lines if len(line) > 9}
-    assert rows["logs/a/tiny"][:3] == ["-0.6936", "1", "0.25"]  # value, valid, position
+    assert rows["logs/a/tiny"][3:5] == ["100%", "0.2500"]  # valid, position
     # log10(1 / 0.71) is reached at the tau 149 of 500, so 499 - 149 steps of 0.5 / 499 are left
     assert rows["logs/a/other"][-2:] == ["0.351", "0.351"]
     assert "logs/a/tiny is better than logs/a/other: 0.500 [0.500, 0.500]" in out
@@ -384,9 +384,9 @@ def test_a_suite_of_two_models_goes_on_and_stands_beside_published_ones(
         report(read_suite("builtin"), [read_run("logs/a/tiny")])
 
 
-def test_what_an_endpoint_refuses_is_told_and_a_password_is_not(here):
+def test_what_an_endpoint_refuses_is_told_and_a_password_is_not(here, monkeypatch):
     """The first request is too long, a later one is, and replies are thoughts that were cut."""
-    long = 400, {"error": {"message": "maximum context length is 512 tokens"}}, {}
+    long = 400, {"error": {"message": "maximum context length is 512 tokens, key sk-hushhush"}}, {}
     thought = completion(None)
     thought["choices"][0]["finish_reason"] = "length"
     first = [long, (200, completion("hm"), {}), (200, thought, {})]
@@ -396,8 +396,9 @@ def test_what_an_endpoint_refuses_is_told_and_a_password_is_not(here):
         return long if is_later else dict(zip("abc", first))[name]
 
     said = []
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-hushhush")
     with chat_server(answer) as url:
-        url = url.replace("://", "://user:hushhush@")
+        url = url.replace("://", "://user:a@hushhush@")
         flags = f"--task titanic --episodes 1 --max-turns 2 --model m --url {url} --name"
         for name in "abc":
             for _ in range(2):  # the same command resumes, or says that all is done
@@ -410,7 +411,7 @@ def test_what_an_endpoint_refuses_is_told_and_a_password_is_not(here):
     assert "maximum context length is 512" in result_of("a")["status"]
     [row] = read_rows("logs/b/episodes/000000.jsonl")
     assert row["status"] == "context_limit"
-    assert "maximum context length is 512" in row["fault"]
+    assert "maximum context length is 512" in row["refusal"]
     [row] = read_rows("logs/c/episodes/000000.jsonl")
     assert "--max-reply-tokens" in row["turns"][0]["observation"]
 

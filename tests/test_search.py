@@ -619,7 +619,7 @@ BAD_INPUT = {
     "--select ucb --rule-args drafts=0": "drafts is 0: it must be a finite number of at least 1",
     "--select ucb --rule-args tau=1": "rule ucb has no 'tau'; it has drafts, c",
     "--select evolution --rule-args unknown=1": "has no 'unknown'; it has drafts, crossover_prob",
-    "--model x --url localhost:8000/v1": "localhost:8000/v1 does not answer: Request",
+    "--model x --url localhost:8/v1": "its scheme in front: --url http://localhost:8/v1",
     "--url http://127.0.0.1:9/v1": "--url needs --model",
     "--model /no/such/model": "/no/such/model",
 }

@@ -80,6 +80,15 @@ def test_unknown_task_lists_the_nearest_names():
         load_task("../tasks/titanic")
 
 
+def test_a_task_may_come_from_a_python_module(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mine.py").write_text("import tasks\nload_task = tasks.load_task\n")
+    assert load_task("mine:titanic") == load_task("titanic")
+    for name in ("no_such:titanic", "json:titanic", ":titanic", ".mine:titanic"):
+        with user_error("is no Python module that loads tasks"):
+            load_task(name)
+
+
 @pytest.fixture
 def titanic_copy(tmp_path, monkeypatch):
     shutil.copytree(TASKS_DIR / "titanic", tmp_path / "titanic")
@@ -512,11 +521,11 @@ def test_mlgym_says_what_is_wrong(mlgym, name, message):
 
 
 def test_roots_come_first_and_from_the_environment(mlgym, monkeypatch, tmp_path):
-    assert load_task("titanic").source == "built-in"
+    assert load_task("titanic").source == "configs/tasks"
     monkeypatch.setenv("MLGYM_ROOT", str(mlgym))
     assert load_task("titanic").source == "mlgym"
-    assert load_task("digits").source == "built-in"
-    assert load_task("titanic", mlgym_root="").source == "built-in"
+    assert load_task("digits").source == "configs/tasks"
+    assert load_task("titanic", mlgym_root="").source == "configs/tasks"
     with user_error("not a checkout of MLGym"):
         load_task("titanic", mlgym_root=tmp_path)
 
@@ -662,15 +671,10 @@ def test_trivial_rules_of_classes_and_numbers(tmp_path):
     assert trivial(tmp_path, "\n".join(lines), test) == {
         "always 1": "id,y\n500,1\n501,1\n",
         "always 0": "id,y\n500,0\n501,0\n",
-        "by colour alone": "id,y\n500,0\n501,1\n",
     }
     lines = ["id,x,y"] + [f"{i},{i},{i * i}" for i in range(1, 101)]
     rules = trivial(tmp_path, "\n".join(lines), "id,x\n500,1\n501,100\n")
-    assert set(rules) == {"always 3383.5", "always 2550.5", "by x alone"}
-    _, *lines = rules["by x alone"].splitlines()
-    low, high = (line.split(",")[1] for line in lines)
-    assert float(low) < 300
-    assert float(high) > 8000
+    assert set(rules) == {"always the mean, 3383.5", "always the median, 2550.5"}
     assert not trivial(tmp_path, "id,x,y,z\n1,2,3,4\n", "id,x\n5,6\n")  # which is the target?
 
 
@@ -789,6 +793,8 @@ def test_the_grader_gets_the_metric_of_the_task(titanic_copy, given):
     [
         ("log_loss", "yn", "answers.csv of task titanic: an answer must be 0 or 1 for log_loss"),
         ("roc_auc", "12", "must be 0 or 1 for roc_auc"),
+        ("f1", ["0", "1.0"], "must be 0 or 1 for f1"),
+        ("f1", "00", "f1 needs different answers"),
         ("rmse", "1x", "an answer must be a finite number"),
         ("quadratic_kappa", ["1", "1.5"], "an answer must be a whole number"),
         ("r2", "33", "r2 needs different answers in the part validation"),
@@ -815,7 +821,7 @@ def test_a_constant_is_trivial_for_its_metric(tmp_path):
     lines = ["id,x,y"] + [f"{i},{i},{int(i % 4 == 0)}" for i in range(40)]
     write(tmp_path, {"train.csv": "\n".join(lines), "test.csv": "id,x\n500,1\n"})
     files = tmp_path / "train.csv", tmp_path / "test.csv"
-    assert "always 0.25" in dict(csv_rules(*files, is_number=True))
+    assert "always the mean, 0.25" in dict(csv_rules(*files, is_number=True))
     assert [*dict(csv_rules(*files))][:2] == ["always 0", "always 1"]
 
 
@@ -825,6 +831,7 @@ def test_the_metrics_are_those_of_scikit_learn():
     theirs = {
         "accuracy": metrics.accuracy_score,
         "balanced_accuracy": metrics.balanced_accuracy_score,
+        "f1": partial(metrics.f1_score, pos_label="1"),
         "f1_macro": partial(metrics.f1_score, average="macro"),
         "r2": metrics.r2_score,
         "quadratic_kappa": partial(metrics.cohen_kappa_score, weights="quadratic"),
@@ -840,6 +847,10 @@ def test_the_metrics_are_those_of_scikit_learn():
         if name in ("roc_auc", "log_loss"):
             truth = [value % 2 for value in truth]
             predicted = [value / 3 for value in predicted]  # with ties, 0 and 1
+        if name == "f1":
+            truth, predicted = [
+                [str(value % 2) for value in values] for values in (truth, predicted)
+            ]
         assert ours(truth, predicted) == pytest.approx(theirs[name](truth, predicted)), name
         assert grade_csv.standard_error(ours, truth, predicted) > 0
         assert not wrong("1", ()) and wrong("1e999", ["1"])
@@ -1105,3 +1116,15 @@ def test_a_reference_within_the_noise_of_the_baseline_is_told(folder, capsys, mo
     grading.grades.clear()
     _, out, _ = check(capsys, monkeypatch, "median")
     assert "The reference 0 is within two standard errors (5 each) of the baseline 10" in out
+
+
+def test_the_list_has_a_line_for_each_task_and_the_reason_for_one_that_is_broken(
+    tmp_path, monkeypatch
+):
+    write(tmp_path, {"configs/tasks/gone.yaml": "metric: loss"})
+    monkeypatch.setenv("MLGYM_ROOT", str(tmp_path))
+    lines = {line.split()[0]: line for line in tasks.list_text().splitlines()}
+    facts = "titanic accuracy higher 0.6782 0.7909 no configs/tasks Predict who survived".split()
+    assert lines["titanic"].split()[: len(facts)] == facts
+    assert "  yes    configs/tasks" in lines["circlePacking"]
+    assert re.search("gone +- .*gone", lines["gone"])

@@ -30,7 +30,7 @@ TASK = replace(load_task("titanic", "", ""), baseline=0.0, reference=1.0)
 MIRRORED = replace(TASK, reference=-1.0, higher_is_better=False)
 
 
-NO_RUN = SimpleNamespace(finished=False, rows=lambda file: [], results=dict)
+NO_RUN = SimpleNamespace(finished=False, rows=lambda file: [], result={})
 
 
 def make(select, task=TASK, **config):

@@ -85,7 +85,7 @@ def kind(name):
 
 
 BROKEN = (
-    (None, "no config.yaml"),
+    (None, "There is no folder"),
     ({}, "no config.yaml"),
     (STEP | {"config.yaml": "a: [1"}, "config.yaml is damaged"),
     (STEP, "Cannot read .*result.json"),
@@ -114,8 +114,8 @@ def test_broken_empty_and_foreign_directories_are_one_sentence(tmp_path, files, 
 def test_nothing_to_show_is_exit_code_2(tmp_path):
     done = python("viz.py", tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    for step in (None, 3):
-        with user_error("has no such transcripts"):
+    for step, sentence in ((None, "run has no transcripts.$"), (3, "no transcripts of step 3.$")):
+        with user_error(sentence):
             viz.list_text(stored(tmp_path / "run"), step)
 
 
@@ -215,7 +215,7 @@ def test_nodes_of_a_search_in_the_terminal(tmp_path, capsys):
     rows = ("* 0.0 0 0.4", "* 0.0.0 0 0.3", "0.0.1 0 0.45", "0.1 0 failed")
     for line, row in zip(tree, rows, strict=True):
         assert " ".join(line.split()).startswith(row)
-    with user_error("no such transcripts"):
+    with user_error("no transcripts of step"):
         printed(capsys, directory, step=0)
     other = searched(tmp_path / "other").dir
     shutil.rmtree(other / "episodes")
@@ -362,6 +362,17 @@ def test_runs_that_differ_by_their_seed_are_one_row_whose_error_is_over_the_runs
     both = [("y-1", 1), ("x (seeds 1, 2)", 2)]
     assert [(row["run"], row["N"]) for row in rows(one, two, again)] == both
     assert rows(one, two, others[1])[-1]["difference"] == "-1.2500"  # no common seed
+
+
+def test_a_table_fits_into_the_terminal_and_names_the_columns_that_it_lost(monkeypatch):
+    row = {"run": "a-run", "N": 1, "value": "+0.5000", "seconds": "1.0", "differs in": "x" * 40}
+    for columns, lost in ((30, "seconds, N, value"), (40, "seconds"), (200, "")):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        *lines, last = tables.aligned([row, row]).splitlines()
+        assert last.endswith(lost)
+        assert last.startswith("left out") == bool(lost)
+        assert all(len(line) <= columns for line in lines)
+    assert lines[-1].split()[3:] == ["1.0", "x" * 40]
 
 
 def test_one_table_for_a_task_whatever_differs(tmp_path):
@@ -597,10 +608,10 @@ def test_the_axis_of_values_and_the_one_of_improvements_are_inverse():
 
 def test_a_node_below_the_lowest_value_is_said_to_be(tmp_path):
     run = searched(tmp_path / "a")
-    for improvement, label in ((-1, "failed)"), (-3, "failed, at -1: that or less)")):
+    for improvement, label in ((-1, "failed)"), (-3, "failed, marks at -1: -1 or less)")):
         run.rows[0]["improvement"] = improvement
         axis = plots.draw_panels(tables.groups_of([run])["search", "titanic"]).axes[0]
-        assert axis.get_xlabel() == f"nodes (cross: {label}"
+        assert axis.get_xlabel() == f"nodes (x: {label}"
         assert min(axis.lines[0].get_ydata()) == -1
 
 

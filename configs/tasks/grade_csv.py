@@ -60,13 +60,16 @@ def balanced_accuracy(truth, predicted):
     return statistics.fmean(recalls)
 
 
+def f1(truth, predicted, label="1"):
+    """2 true positives / (predicted + true ones) of a label."""
+    hits = sum(a == b == label for a, b in zip(truth, predicted))
+    return 2 * hits / (truth.count(label) + predicted.count(label))
+
+
 def f1_macro(truth, predicted):
-    """Mean over all labels of 2 true positives / (predicted + true ones)."""
-    scores = []
-    for label in sorted({*truth, *predicted}):
-        hits = sum(a == b == label for a, b in zip(truth, predicted))
-        scores.append(2 * hits / (truth.count(label) + predicted.count(label)))
-    return statistics.fmean(scores)
+    """Mean of f1 over all labels."""
+    labels = sorted({*truth, *predicted})
+    return statistics.fmean(f1(truth, predicted, label) for label in labels)
 
 
 def r2(truth, predicted):
@@ -169,6 +172,8 @@ def check_answers(name, labels, answers, splits):
         reason = wrong(value, labels)
         if metric in (roc_auc, log_loss) and number_of(value) not in (0, 1):
             reason = "must be 0 or 1"
+        if metric is f1 and value not in ("0", "1"):
+            reason = "must be 0 or 1"
         if reason:
             raise Broken(f"an answer {reason} for {name}, but that of id {key} is not")
         found.setdefault(part, set()).add(value)
@@ -176,7 +181,7 @@ def check_answers(name, labels, answers, splits):
         if not found[split]:
             used = ", ".join(sorted({part for part, _ in answers.values()}))
             raise Broken(f"no row has the part {split}; the parts are {used}")
-        if metric in (r2, roc_auc, quadratic_kappa) and len(set(map(float, found[split]))) < 2:
+        if metric in (f1, r2, roc_auc, quadratic_kappa) and len(set(map(float, found[split]))) < 2:
             raise Broken(f"{name} needs different answers in the part {split}")
 
 
@@ -229,6 +234,7 @@ def wrong_probability(value, _):
 METRICS = {  # function, check of a value, whether higher is better
     "accuracy": (accuracy, wrong_label, True),
     "balanced_accuracy": (balanced_accuracy, wrong_label, True),
+    "f1": (f1, wrong_label, True),
     "f1_macro": (f1_macro, wrong_label, True),
     "r2": (r2, wrong_number, True),
     "quadratic_kappa": (quadratic_kappa, wrong_rating, True),

@@ -67,12 +67,18 @@ def check_url(url: str) -> None:
     """Raises UserError if nothing answers within 5 seconds."""
     import httpx
 
+    if not url.startswith(("http://", "https://")):
+        raise UserError(f"--url {shown(url)} needs its scheme in front: --url http://{shown(url)}")
     go_around_proxies()
     try:
         httpx.get(url, timeout=5)
     except httpx.ReadTimeout:
         return  # slow, but there
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+    except httpx.InvalidURL:
+        raise UserError(
+            f"--url {shown(url)} is no address; a password has %2F for /, %23 for #, %3F for ?."
+        ) from None
+    except httpx.HTTPError as error:
         raise UserError(f"--url {shown(url)} does not answer: {error}") from None
 
 
@@ -220,7 +226,7 @@ class Endpoint:
             return answer.text
         except openai.APIStatusError as error:
             status = error.status_code
-            text = " ".join(error.response.text.split())
+            text = shown(" ".join(error.response.text.split()))
             if is_too_long(status, text):
                 raise OverflowError(f"{status}, {text[:300]}") from None
             named = {name for name in ADAPTABLE if re.search(rf"\b{name}\b", text)}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import signal
 import sys
 import traceback
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
@@ -17,10 +18,19 @@ import tyro
 from yaml import SafeLoader
 
 from flatlab import threads
-from flatlab.errors import UserError, first_cause, nearest, sentence_of
+from flatlab.errors import UserError, first_cause, nearest, sentence_of, shown
 from flatlab.files import TextLoader, read_mapping
 from flatlab.model.path import ModelPath
 from flatlab.options import check_bounds, fill_in, flat
+
+
+def call(function, flag: str):
+    """Calls a function with the options of the command line. flag: of a first bare value."""
+    flags = named(flag, sys.argv[1:])
+    check_words(flags, kinds_of(function))
+    show_defaults(function, {})
+    config = (tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone)
+    return tyro.cli(function, args=flags, config=config)
 
 
 def parse_config(config_class, argv: list[str], preset: dict | None = None):
@@ -43,7 +53,7 @@ def parse_config(config_class, argv: list[str], preset: dict | None = None):
     check_words(preset, kinds)
     threads.configure()
     if {"-h", "--help"} & {*flags}:
-        show_defaults(config_class)
+        show_defaults(config_class, derived_defaults(config_class))
     cfg = tyro.cli(
         config_class,
         args=preset + flags,
@@ -54,10 +64,10 @@ def parse_config(config_class, argv: list[str], preset: dict | None = None):
     return cfg
 
 
-def kinds_of(config_class) -> dict:
-    """The type of each option of a Config and its nested groups, by name."""
+def kinds_of(made) -> dict:
+    """The type of each option of a dataclass, its nested groups included, or of a function."""
     kinds = {}
-    for name, kind in get_type_hints(config_class).items():
+    for name, kind in get_type_hints(made).items():
         kinds |= kinds_of(kind) if is_dataclass(kind) else {name: kind}
     return kinds
 
@@ -100,20 +110,19 @@ def check_word(flag: str, kind, value: str) -> None:
         raise UserError(f"{flag} needs {wanted}, not {value!r}{hint}.")
 
 
-def show_defaults(config_class, defaults: dict | None = None) -> None:
-    """Lets --help show the defaults of DERIVED in place of None: that with a model, and that with
-    the stand-in if it differs.
+def show_defaults(made, defaults: dict) -> None:
+    """Lets --help show these defaults in place of None, and nothing in place of an empty one.
+
+    made: a dataclass of options, or a function that takes them. defaults: name -> text.
     """
-    defaults = defaults or derived_defaults(config_class)
-    hints = get_type_hints(config_class)
-    for option in fields(config_class):
-        kind = hints[option.name]
+    hints = get_type_hints(made, include_extras=True)
+    for name, option in inspect.signature(made).parameters.items():
+        kind = hints[name]
         if is_dataclass(kind):
             show_defaults(kind, defaults)
-        elif option.default is None:
-            hint = defaults.get(option.name, "")
-            described = Annotated[kind, tyro.conf.arg(help_behavior_hint=hint)]
-            config_class.__annotations__[option.name] = described
+        elif option.default in (None, "", (), inspect.Parameter.empty):
+            described = tyro.conf.arg(help_behavior_hint=defaults.get(name, ""))
+            made.__annotations__[name] = Annotated[kind, described]
 
 
 def derived_defaults(config_class) -> dict[str, str]:
@@ -146,6 +155,14 @@ def preset_flags(preset: dict, defaults: dict) -> list[str]:
     return flags
 
 
+def named(flag: str, argv: list[str]) -> list[str]:
+    """The arguments with this flag in front if the first one is a bare value: `titanic` stands for
+    `--task titanic`.
+    """
+    is_value = argv and not argv[0].startswith("-")
+    return [flag, *argv] if is_value else argv
+
+
 def one_sentence(main):
     """Runs main(). An error that the user can fix is printed as one sentence, with exit code 2.
 
@@ -156,6 +173,8 @@ def one_sentence(main):
     # `nohup ... &` starts processes with SIGINT ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    if os.environ.get("NO_COLOR"):
+        os.environ["TERM"] = "dumb"  # tyro knows this one only
     try:
         try:
             main()
@@ -170,7 +189,7 @@ def one_sentence(main):
             sys.exit(1)
         sentence = sentence_of(cause)
         if not sentence:
-            traceback.print_exception(cause)
+            print(shown("".join(traceback.format_exception(cause))), end="", file=sys.stderr)
             sys.exit(1)
         print(sentence, file=sys.stderr)
         sys.exit(2 if isinstance(cause, (UserError, OSError)) else 1)

@@ -55,6 +55,7 @@ def open_wandb(run):
     import wandb
 
     path = run.dir.resolve()
+    os.environ.setdefault("WANDB_INIT_TIMEOUT", "30")  # seconds; W&B's own default is 90
     try:
         logged = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "flatlab"),

@@ -23,7 +23,7 @@ CAPABILITIES = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID"]
 FIND_PYTHON = """
 p=/home/agent/miniconda3/envs/mlgym_generic/bin
 [ -d $p ] && PATH=$p:$PATH && export PATH
-python=$(command -v python3)
+python=$(command -v python3) || { echo "The image has no python3." >&2; exit 1; }
 """
 HIDE = """
 for folder in {patterns}; do

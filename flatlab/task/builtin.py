@@ -9,7 +9,7 @@ from pathlib import Path
 from flatlab.errors import UserError, nearest
 from flatlab.files import read_mapping
 from flatlab.task.definition import Task
-from flatlab.task.listing import joined, tree_files
+from flatlab.task.listing import joined, refuse_both, tree_files
 
 
 @dataclass
@@ -90,10 +90,7 @@ def find_files(folder: Path, names: tuple[str, ...], prefix: str = "") -> dict[s
         source = Path(os.path.normpath(folder / name))
         place = prefix + source.name
         if place in places:
-            raise UserError(
-                f"{folder / 'task.yaml'}: {places[place]} and {name} would both be {place} in the "
-                "workspace: rename one of them."
-            )
+            refuse_both(folder.name, places[place], name, place)
         places[place] = name
         parts.append(tree_files(source, place, hint))
     return joined(folder.name, *parts)

@@ -54,7 +54,7 @@ class Task:
     exact: bool = False
     needs_gpu: bool = False
     needs_network: bool = False
-    source: str = "built-in"  # name of the loader
+    source: str = "configs/tasks"  # where it comes from
     image: str = ""  # Docker image that only this task uses; empty: the one of --image
     requirements: Path | None = None  # pip requirements beyond what the image holds
     # Folders of Python packages that the agent's sandbox shows as empty because they hold answers,

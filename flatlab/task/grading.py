@@ -42,11 +42,23 @@ class Score:
     record: str = ""
 
 
-def read_artefacts(task: Task, sandbox) -> dict[str, bytes]:
+def given_work(task: Task, sandbox) -> bytes:
+    """Digest of the artefact that the task's collect command makes of a workspace in which an agent
+    starts: it is no submission. b"" without such a command or artefact.
+    """
+    if not task.collect:
+        return b""
+    try:
+        return digest_of(read_artefacts(task, sandbox))
+    except ArtefactError:
+        return b""
+
+
+def read_artefacts(task: Task, sandbox, given: bytes = b"") -> dict[str, bytes]:
     """Reads what the agent hands in: path -> content. Raises ArtefactError without a submission.
 
     A plain name must exist, a folder must not be empty, a pattern may match nothing. Public files
-    that are unchanged count as part of a submission, but not alone.
+    that are unchanged count as part of a submission, but not alone. given: see given_work.
     """
     if task.collect:
         # A program, because the agent's shell keeps its folder and variables.
@@ -77,6 +89,8 @@ def read_artefacts(task: Task, sandbox) -> dict[str, bytes]:
     public = task.public
     if files and all(path in public and public[path].read_bytes() == files[path] for path in files):
         raise ArtefactError(f"{next(iter(files))} is still as it was given")
+    if given and digest_of(files) == given:
+        raise ArtefactError("the workspace is still as it was given")
     return files
 
 

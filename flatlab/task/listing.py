@@ -58,6 +58,14 @@ def is_bytecode(path: Path) -> bool:
     return path.parent.name == "__pycache__" and path.suffix == ".pyc" and source.is_file()
 
 
+def refuse_both(task: str, one, other, place: str) -> None:
+    """Raises UserError for two files or folders that would have one place in the workspace."""
+    raise UserError(
+        f"Task {task}: {one} and {other} would both be {place} in the workspace: rename one of "
+        "them."
+    )
+
+
 def joined(task: str, *parts: dict[str, Path]) -> dict[str, Path]:
     """All files of the parts. Raises UserError if two would have one place in the workspace."""
     files = {}
@@ -65,10 +73,7 @@ def joined(task: str, *parts: dict[str, Path]) -> dict[str, Path]:
         for place, file in part.items():
             other = files.setdefault(place, file)
             if other is not file:
-                raise UserError(
-                    f"Task {task}: {other} and {file} would both be {place} in the workspace: "
-                    "rename one of them."
-                )
+                refuse_both(task, other, file, place)
     for place in files:
         for folder in map(str, Path(place).parents):
             if folder in files:

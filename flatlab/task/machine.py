@@ -12,8 +12,8 @@ from pathlib import Path
 from flatlab.errors import SandboxFault, UserError
 from flatlab.options import SandboxOptions
 from flatlab.sandbox.client import KINDS, Sandbox, get_backend, pick_backend
-from flatlab.sandbox.images import check_requirements, found_images, prepared_image
 from flatlab.task.definition import Task
+from flatlab.task.images import check_requirements, found_images, prepared_image
 
 MOUNT_BYTES = 16 << 20  # size above which a local sandbox mounts a public file
 

@@ -60,6 +60,12 @@ class Plan:
     test: bool = False  # whether to score the test part, too
     order: int = -1  # priority for sandboxes, lower runs first: evaluations, then step by step
 
+    def numbers(self, ranks) -> tuple[range, range]:
+        """Numbers of the groups and of the replacements that this rank plays."""
+        count = len(self.tasks)
+        mine = slice(ranks.rank, None, ranks.world)
+        return range(count)[mine], range(count, count + len(self.replacements))[mine]
+
 
 @dataclass
 class TrainSequence:
@@ -194,10 +200,11 @@ class Meter:
                 value = column.max() if reduction == "max" else column.sum()
                 self.rows.append((name, reduction, value.item(), len(column)))
 
-    def numbers(self) -> dict[str, float]:
-        """Reductions of what was added, by name."""
+    def numbers(self, ranks=None) -> dict[str, float]:
+        """Reductions of what was added, by name. ranks: whose columns count, too."""
+        rows = sum(ranks.gather(self.rows), []) if ranks else self.rows
         columns = {}
-        for name, reduction, *pair in self.rows:
+        for name, reduction, *pair in rows:
             columns.setdefault((name, reduction), []).append(pair)
         numbers = {}
         for (name, reduction), pairs in columns.items():

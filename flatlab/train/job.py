@@ -121,10 +121,12 @@ class Ranks:
         self.group.allreduce([total]).wait()
         return total.tolist()
 
-    def sum_gradients(self, parameters) -> None:
-        """Sums the gradients in place; a missing one counts as 0."""
+    def sum_gradients(self, parameters, agrees: bool) -> bool:
+        """Sums the gradients in place; a missing one counts as 0. Returns whether all ranks agree:
+        the votes travel with the gradients.
+        """
         if self.group is None:
-            return
+            return agrees
         import torch
         from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -133,8 +135,10 @@ class Ranks:
                 p.grad = torch.zeros_like(p)
         grads = [p.grad for p in parameters]
         flat = parameters_to_vector(grads).cpu()
+        flat = torch.cat([flat, flat.new_tensor([not agrees])])
         self.group.allreduce([flat]).wait()
-        vector_to_parameters(flat.to(grads[0].device), grads)
+        vector_to_parameters(flat[:-1].to(grads[0].device), grads)
+        return not flat[-1]
 
     def broadcast(self, tensors) -> None:
         """Overwrites the tensors with those of rank 0."""
@@ -186,6 +190,11 @@ class TrainingRun:
         """Merges the fields into result.json."""
         if self.run:
             self.run.update_result(**fields)
+
+    def track(self, row: dict) -> None:
+        """Hands a row to the trackers."""
+        if self.run:
+            self.run.track(row)
 
 
 def mismatch(name: str, other: str) -> UserError:

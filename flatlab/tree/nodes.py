@@ -315,7 +315,7 @@ def error_of(episode: Episode) -> str:
     failed = ("error", "timeout", "rejected")
     errors = [turn["observation"] for turn in episode.turns if turn["status"] in failed]
     message = episode.score.message if episode.score else ""
-    said = filter(None, [*errors[-1:], message, episode.fault])
+    said = filter(None, [*errors[-1:], message, episode.fault, episode.refusal])
     return clip("\n".join(said), 2000)
 
 

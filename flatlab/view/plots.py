@@ -247,14 +247,14 @@ def draw_nodes(axis, groups: list[RunGroup]) -> None:
     """
     import pandas
 
-    marks = "cross: failed"
+    marks = "x: failed"
     for group in groups:
         for one in group.runs:
             look = group.look | {"alpha": 0.5, "linestyle": ""}
             numbers = np.arange(1, len(one.rows) + 1)
             values = series(one.rows, "improvement")  # of the valid ones
             if (values < WORST).any():
-                marks = "cross: failed, at -1: that or less"
+                marks = "x: failed, marks at -1: -1 or less"
             marked = [np.nan if np.isnan(x) else value_of(x) for x in values]
             axis.plot(numbers, marked, markersize=2, **look)
             failed = numbers[[row["outcome"] == "failed" for row in one.rows]]
@@ -318,7 +318,7 @@ def draw_episodes(axis, groups: list[RunGroup]) -> None:
     axis.set_xlim(min(-1.05, axis.get_xlim()[0]), max(1.05, axis.get_xlim()[1]))
     axis.set(
         title="each valid episode; diamond: mean of all ± standard error, a failure counts -1",
-        xlabel=f"value ({UNITS['value']}; at -1: that or less)",
+        xlabel=f"value ({UNITS['value']}; at -1: -1 or less)",
     )
     run = groups[0].runs[0]
     if run.result["metric"] != "value":  # that of several tasks

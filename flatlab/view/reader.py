@@ -60,6 +60,8 @@ class RunData:
 def read_run(directory) -> RunData:
     """A finished or running run. Raises UserError if there is nothing to show."""
     path = Path(directory)
+    if not path.exists():
+        raise UserError(f"There is no folder {path}.")
     if not (path / "config.yaml").is_file():
         raise UserError(f"{path} is not a run directory: it has no config.yaml.")
     config = read_mapping(path / "config.yaml")

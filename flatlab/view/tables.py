@@ -22,6 +22,7 @@ from flatlab.view.reader import (
     score_text,
     transcript_files,
 )
+from flatlab.view.terminal import fitted
 
 # ------------------------------------------------------------------ results
 
@@ -429,7 +430,9 @@ def aligned(rows: list[dict]) -> str:
         if {*texts} - {"", "-"}:
             width = max(map(len, [key, *texts]))
             columns.append([text.ljust(width) for text in [key, *texts]])
-    return "\n".join(map("  ".join, zip(*columns)))
+    columns, left_out = fitted(columns)
+    lines = ["  ".join(texts).rstrip() for texts in zip(*columns)]
+    return "\n".join([*lines, left_out] if left_out else lines)
 
 
 # ------------------------------------------------------------------ at the end

@@ -8,14 +8,15 @@ import functools
 import re
 import shutil
 import subprocess
+import unicodedata
 
 from flatlab.errors import UserError
 
 THOUGHT_ENDS = "</think>"
 FENCE = re.compile(r" {0,3}(`{3,})([^`]*)$")
-# Characters without width, which nobody sees beside a fence: soft hyphen, joiners, marks of
-# direction, word joiner, byte order mark
-NO_WIDTH = dict.fromkeys([0xAD, *range(0x200B, 0x2010), *range(0x202A, 0x202F), 0x2060, 0xFEFF])
+# Categories of characters without width, which nobody sees beside a fence: joiners, marks of
+# direction, selectors of a glyph
+NO_WIDTH = ("Cf", "Mn")
 SHELLS = ("bash", "sh", "shell")
 OPEN_HEREDOC = re.compile(
     r"^[^`\n]*warning: here-document at line \d+ delimited by end-of-file "
@@ -132,7 +133,7 @@ def find_blocks(text: str, shells: tuple = SHELLS) -> list[Block]:
     blocks = []
     checks = 0
     for line in text.split("\n"):
-        fence = FENCE.match(line.translate(NO_WIDTH))
+        fence = FENCE.match(as_seen(line)) if line.count("`") >= 3 else None
         block = blocks[-1] if blocks and not blocks[-1].is_closed else None
         may_close = fence and block and len(fence[1]) >= block.ticks
         if may_close and block.is_bash and block.heredoc is None:
@@ -148,6 +149,12 @@ def find_blocks(text: str, shells: tuple = SHELLS) -> list[Block]:
             language = fence[2].strip().lower()
             blocks.append(Block(language, len(fence[1]), language in shells))
     return blocks
+
+
+def as_seen(line: str) -> str:
+    """The line without characters without width, and with plain spaces."""
+    kinds = [(char, unicodedata.category(char)) for char in line]
+    return "".join(" " if kind == "Zs" else char for char, kind in kinds if kind not in NO_WIDTH)
 
 
 def without_thought(reply: str) -> str:

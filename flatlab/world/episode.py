@@ -70,7 +70,8 @@ class Episode:
     status: str = ""
     score: Score | None = None  # score on the first split; None only for a fault
     test_score: Score | None = None
-    fault: str = ""  # why the sandbox broke, a program ended, or an endpoint refused a request
+    fault: str = ""  # why the sandbox broke, or how an agent program ended
+    refusal: str = ""  # words of an endpoint that found a request too long
     seconds: float = 0.0
     packed: bytes = b""  # segments in the form of the disk, see packed_tokens
 
@@ -303,8 +304,8 @@ async def play(
             history.add(sample, step.observation, turn["note"])
         return "turn_limit"
     except OverflowError as problem:
-        episode.fault = str(problem)
-        if episode.fault and not episode.turns:
+        episode.refusal = str(problem)
+        if episode.refusal and not episode.turns:
             raise UserError(
                 "The endpoint finds the first request of an episode too long: lower --context or "
                 f"--max-reply-tokens. It said: {problem}"

@@ -75,7 +75,7 @@ class Prompts:
             known = FACTS[name].split()
             if unknown := self.uses[name].difference(known, jinja.globals):
                 raise UserError(
-                    f"{path}: {name} uses {min(unknown)}, which it cannot; it can use "
+                    f"{path}: {name} uses {min(unknown)!r}, which is unknown there; the names are "
                     f"{', '.join(known)}."
                 )
 

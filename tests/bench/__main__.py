@@ -86,7 +86,6 @@ def main():
     add("--waits", default="", help="for agent and ahead: comma-separated kinds of waits")
     add("--gpu", action="store_true", help="for agent: the size of a step on a GPU")
     add("--flags", default="", help=f"{runs} more flags of grpo.py")
-    add("--survivors", action="store_true", help="for mutants: only those not killed so far")
     args = parser.parse_args()
 
     if args.gpu:

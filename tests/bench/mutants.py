@@ -23,20 +23,23 @@ RESULTS = PROJECT / "logs/mutants.jsonl"
 # Lines "file | function | original | mutated | reason": mutants that no test can tell apart.
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.txt")
 
-# File: the tests that find its faults, without the prefix test_; the fast ones come first. A name
-# can be followed by an expression for pytest's -k.
+# File: the tests that find its faults, as tests/test_<name>.py and an expression for pytest's -k;
+# the fast ones come first.
 METRICS = "alarm or _row_ or collapse or is_the_adapter_with or exact_task or wild_score or paired"
+PACKED = "pack or mask or micro or prompt or varlen or recomput or logprob or entropy or head"
+ADAPTED = "adapter or sync or verify or agree or layers or rank or norm or share"
+RUN = "run or resume or kill_9 or disk or checkpoint or directory or row or numbers or git"
 TESTED_BY = {
-    "flatlab/tree/rules.py": ["tree"],
-    "flatlab/task/value.py": ["tree", "objective", f"grpo: {METRICS}"],
-    "flatlab/task/grading.py": ["task", "exact", "attacks", "env"],
-    "flatlab/train/batch.py": ["objective", "grpo: share_of_the_micro_batches"],
-    "flatlab/train/metrics.py": [f"grpo: {METRICS}"],
-    "grpo.py": ["objective"],
-    "flatlab/model/packing.py": ["policy", "families"],
-    "flatlab/model/lora_sync.py": ["policy", "families", "model"],
-    "flatlab/world/blocks.py": ["env"],
-    "flatlab/runs/store.py": ["runs"],
+    "flatlab/tree/rules.py": {"tree": ""},
+    "flatlab/task/value.py": {"tree": "", "objective": "", "grpo": METRICS},
+    "flatlab/task/grading.py": {"task": "", "exact": "", "env": "", "attacks": ""},
+    "flatlab/train/batch.py": {"objective": "", "grpo": "share_of_the_micro_batches or travel"},
+    "flatlab/train/metrics.py": {"grpo": METRICS},
+    "grpo.py": {"objective": ""},
+    "flatlab/model/packing.py": {"policy": PACKED, "families": ""},
+    "flatlab/model/lora_sync.py": {"policy": ADAPTED, "families": "", "model": ""},
+    "flatlab/world/blocks.py": {"env": "block or reply or hand or rejected or action or thought"},
+    "flatlab/runs/store.py": {"runs": RUN},
 }
 # Of grpo.py only what computes: not its start, not the loop, not what needs an engine.
 SKIPPED_FUNCTIONS = {
@@ -70,13 +73,7 @@ OPERATORS = {
     ast.BitAnd: ast.BitOr,
     ast.BitOr: ast.BitAnd,
 }
-NAMES = {
-    "min": "max",
-    "any": "all",
-    "ceil": "floor",
-    "startswith": "endswith",
-    "nlargest": "nsmallest",
-}
+NAMES = {"min": "max", "any": "all", "ceil": "floor", "startswith": "endswith"}
 NAMES |= {new: old for old, new in NAMES.items()}
 
 
@@ -129,73 +126,47 @@ def replacements(node):
 
 
 def nodes_of(node, where=""):
-    """Yields (node, path of names) of what may be changed: no texts, types or decorators."""
+    """Yields (list or __dict__ that holds a node, its place there, path of names) of what may be
+    changed: no texts, types or decorators.
+    """
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "bases"):
             continue
-        for child in value if isinstance(value, list) else [value]:
+        is_list = isinstance(value, list)
+        for place, child in enumerate(value) if is_list else [(name, value)]:
             if not isinstance(child, ast.AST) or isinstance(child, (ast.JoinedStr, ast.Import)):
                 continue
             inner = where
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 inner = f"{where}.{child.name}".strip(".")
-            yield child, inner
+            yield value if is_list else vars(node), place, inner
             yield from nodes_of(child, inner)
 
 
-def offset(lines: list[bytes], line: int, column: int) -> int:
-    return sum(map(len, lines[: line - 1])) + column
-
-
-def extent(node, lines):
-    """First and last offset of a node's text. An if or while is changed in its test alone."""
-    first = last = node
-    if isinstance(node, (ast.If, ast.While)):
-        first = last = node.test
-    if isinstance(node, ast.comprehension):
-        first, last = node.target, node.ifs[-1]
-    begin = offset(lines, first.lineno, first.col_offset)
-    return begin, offset(lines, last.end_lineno, last.end_col_offset)
-
-
-def mutants_of(file: str, text: str) -> list[dict]:
-    """All mutants of a file, each with the whole mutated source."""
-    source = text.encode()
-    lines = source.splitlines(keepends=True)
-    mutants = []
-    for node, function in nodes_of(ast.parse(text)):
+def mutants_of(file: str):
+    """Yields the key of each mutant of a file, and its tree, which holds until the next one."""
+    tree = ast.parse((PROJECT / file).read_text())
+    seen = {}
+    for holder, place, function in [*nodes_of(tree)]:
         if function.split(".")[0] in SKIPPED_FUNCTIONS.get(file, ()):
             continue
-        for new in replacements(node):
-            begin, end = extent(node, lines)
-            old = source[begin:end].decode()
-            new = new.test if isinstance(new, (ast.If, ast.While)) else new
-            written = ast.unparse(ast.fix_missing_locations(new)).strip()
-            if isinstance(node, ast.comprehension):
-                written = written.removeprefix("for ")
-            elif isinstance(node, ast.expr) and not isinstance(node, (ast.Constant, ast.Call)):
-                written = f"({written})"
-            mutated = source[:begin].decode() + written + source[end:].decode()
-            line = source[:begin].count(b"\n")
-            mutant = {"file": file, "function": function, "line": line + 1}
-            mutant |= {"original": " ".join(old.split()), "mutated": " ".join(written.split())}
-            mutants.append(mutant | {"context": lines[line].decode().strip(), "text": mutated})
-    return mutants
+        node = holder[place]
+        for new in [*replacements(node)]:
+            texts = [ast.unparse(x).strip().partition("\n")[0] for x in (node, new)]
+            key = " | ".join((file, function, *texts))
+            seen[key] = seen.get(key, 0) + 1
+            holder[place] = new
+            yield f"{key} #{seen[key]}" if seen[key] > 1 else key, tree
+            holder[place] = node
 
 
-def key_of(mutant: dict) -> str:
-    """Its identity, which stays the same when other lines of the file change."""
-    return " | ".join(mutant[name] for name in ("file", "function", "original", "mutated"))
-
-
-def drawn(mutants: list[dict], share: float, seed: str) -> list[dict]:
-    """A share of the mutants, in the order of a hash: a new line moves none of the others."""
-    unique = {(key_of(mutant), mutant["context"]): mutant for mutant in mutants}
+def drawn(keys: list[str], share: float, seed: str) -> list[str]:
+    """A share of the keys, in the order of a hash: a new line moves none of the others."""
 
     def place(key):
         return hashlib.sha256(f"{seed} {key}".encode()).digest()
 
-    return [unique[key] for key in sorted(unique, key=place)[: round(share * len(unique))]]
+    return sorted(keys, key=place)[: round(share * len(keys))]
 
 
 def equivalents() -> dict[str, str]:
@@ -225,167 +196,122 @@ def import_heavy() -> None:
     from vllm import AsyncLLMEngine  # noqa: F401
 
 
-def in_fork(folder: Path, tests: list[str], options: list[str], log: Path, limit: float) -> int:
-    """Runs pytest in a fork, in the copy. Returns its exit status, or -1 after `limit` seconds."""
+def run_tests(folder: Path, options: list[str], log: Path) -> None:
+    """Runs pytest in this process, a fork, which ends with its status."""
+    os.setsid()
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.chdir(folder)
+    for name, module in list(sys.modules.items()):
+        file = str(getattr(module, "__file__", None) or "")
+        if file.startswith(f"{PROJECT}/") and ".venv" not in file:
+            del sys.modules[name]
+    sys.path[:] = [p for p in sys.path if Path(p).resolve() not in (PROJECT, PROJECT / "tests")]
+    sys.path.insert(0, str(folder / "tests"))
+    os.environ["PYTHONPATH"] = str(folder)
+    import pytest
+
+    status = 1
+    try:
+        base = f"--basetemp={folder.with_name('pytest')}"
+        status = pytest.main(["-q", "-x", base, "-p", "no:cacheprovider", *options])
+    finally:
+        os._exit(int(status))
+
+
+def in_fork(folder: Path, options: list[str], log: Path, limit: float) -> int:
+    """The exit status of these tests in a fork, or -1 after `limit` seconds."""
     pid = os.fork()
     if pid == 0:
-        os.setsid()
-        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        os.chdir(folder)
-        for name, module in list(sys.modules.items()):
-            if str(getattr(module, "__file__", None) or "").startswith(f"{PROJECT}/") and (
-                ".venv" not in module.__file__
-            ):
-                del sys.modules[name]
-        sys.path[:] = [p for p in sys.path if Path(p).resolve() not in (PROJECT, PROJECT / "tests")]
-        sys.path.insert(0, str(folder / "tests"))
-        os.environ["PYTHONPATH"] = str(folder)
-        import pytest
-
-        status = 1
-        try:
-            base = folder.with_name("pytest")
-            status = pytest.main(
-                ["-q", f"--basetemp={base}", "-p", "no:cacheprovider", *options, *tests]
-            )
-        finally:
-            os._exit(int(status))
+        run_tests(folder, options, log)
     end = time.monotonic() + limit
-    status = None
-    while status is None and time.monotonic() < end:
+    done = code = 0
+    while not done and time.monotonic() < end:
+        time.sleep(0.02)
         done, code = os.waitpid(pid, os.WNOHANG)
-        if done:
-            status = os.waitstatus_to_exitcode(code)
-        else:
-            time.sleep(0.02)
     try:
         os.killpg(pid, signal.SIGKILL)  # also what the tests have left
     except ProcessLookupError:
         pass
-    if status is None:
+    if not done:
         os.waitpid(pid, 0)
         return -1
-    return status
+    return os.waitstatus_to_exitcode(code)
 
 
-class Tests:
-    """The tests of a file: their options, and how long they take without a fault."""
+def timed_groups(folder: Path, file: str, log: Path) -> list[tuple]:
+    """(pytest's arguments, seconds without a fault) of each file of tests."""
+    groups = []
+    for name, chosen in TESTED_BY[file].items():
+        options = [f"tests/test_{name}.py", *(["-k", chosen] if chosen else [])]
+        start = time.monotonic()
+        if in_fork(folder, options, log, 900):
+            text = log.read_text(errors="replace")[-2000:]
+            raise SystemExit(f"{options[0]} fails without a fault:\n{text}")
+        groups.append((options, time.monotonic() - start))
+    return groups
 
-    def __init__(self, folder: Path, file: str):
-        self.folder = folder
-        self.log = folder.with_name("log.txt")
-        self.groups = []  # (paths, options, seconds)
-        for name in TESTED_BY[file]:
-            name, _, chosen = name.partition(": ")
-            options = ["-k", chosen] if chosen else []
-            path = [f"tests/test_{name}.py"]
-            start = time.monotonic()
-            status = in_fork(folder, path, options, self.log, 900)
-            if status:
-                text = self.log.read_text(errors="replace")
-                marks = ("FAILED ", "ERROR ")
-                lines = [x for x in text.splitlines() if x.startswith(marks)]
-                failed = [x.partition(" ")[2].partition(" - ")[0] for x in lines]
-                if not failed:
-                    raise SystemExit(f"{path[0]} does not run without a fault:\n{text[-2000:]}")
-                print(f"  left out, they fail without a fault: {' '.join(failed)}", flush=True)
-                for test in failed:
-                    options += ["--deselect", test]
-            self.groups.append((path, [*options, "-x"], time.monotonic() - start))
 
-    def seconds(self) -> float:
-        return sum(seconds for *_, seconds in self.groups)
-
-    def outcome(self) -> str:
-        """The first test that fails, "time limit", or "" if the tests find nothing."""
-        for paths, options, seconds in self.groups:
-            status = in_fork(self.folder, paths, options, self.log, 3 * seconds + 10)
-            if status == -1:
-                return "time limit"
-            if status not in (0, 5):
-                text = self.log.read_text(errors="replace").splitlines()
-                return next((x for x in text if x.startswith(("FAILED", "ERROR"))), "crash")[:100]
-        return ""
+def outcome(folder: Path, groups: list[tuple], log: Path) -> str:
+    """The first test that fails, "time limit", or "" if the tests find nothing."""
+    for options, seconds in groups:
+        status = in_fork(folder, options, log, 3 * seconds + 10)
+        if status == -1:
+            return "time limit"
+        if status:
+            lines = log.read_text(errors="replace").splitlines()
+            return next((x for x in lines if x.startswith(("FAILED", "ERROR"))), "crash")[:100]
+    return ""
 
 
 def digest(file: str) -> str:
     """Digest of a file and of its tests."""
-    names = [file, *(f"tests/test_{name.partition(':')[0]}.py" for name in TESTED_BY[file])]
+    names = [file, *(f"tests/test_{name}.py" for name in TESTED_BY[file])]
     return hashlib.sha256(b"".join((PROJECT / n).read_bytes() for n in names)).hexdigest()[:16]
 
 
-def known_outcomes() -> dict:
-    """(key, context) -> the row of the last run of this mutant."""
-    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    return {(row["key"], row["context"]): row for row in map(json.loads, lines)}
-
-
-def run_file(file: str, chosen: list[dict], survivors_only: bool) -> list[dict]:
-    """Runs the mutants of a file; returns a row for each."""
-    known = known_outcomes()
-    excused = equivalents()
+def run_file(file: str, chosen: list[str]) -> dict[str, str]:
+    """Runs the mutants of a file: key -> what killed it, "" if nothing did."""
     state = digest(file)
-    rows = []
-    waiting = []
-    for mutant in chosen:
-        row = known.get((key_of(mutant), mutant["context"]))
-        is_kept = row and (row["digest"] == state or survivors_only and row["killed_by"])
-        if key_of(mutant) in excused:
-            rows.append(mutant | {"killed_by": "equivalent"})
-        elif is_kept:
-            rows.append(mutant | {"killed_by": row["killed_by"]})
-        else:
-            waiting.append(mutant)
+    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    rows = [row for row in map(json.loads, lines) if row["digest"] == state]
+    found = {row["key"]: row["killed_by"] for row in rows}
+    found |= dict.fromkeys(equivalents(), "equivalent")
+    waiting = [key for key in chosen if key not in found]
     print(f"{file}: {len(chosen)} mutants, {len(waiting)} to run", flush=True)
-    if not waiting:
-        return rows
+    texts = {key: ast.unparse(tree) for key, tree in mutants_of(file) if key in waiting}
     with tempfile.TemporaryDirectory(prefix="mutants-") as place:
-        folder = Path(place, "tree")
-        folder.mkdir()
+        folder, log = Path(place, "tree"), Path(place, "log.txt")
         copy_tree(folder)
-        tests = Tests(folder, file)
-        print(f"  the tests take {tests.seconds():.0f} s", flush=True)
-        start = time.monotonic()
-        for number, mutant in enumerate(waiting, 1):
-            path = folder / file
-            path.write_text(mutant["text"])
-            os.utime(path, (number, number))  # compiled files are told apart by the time
-            killed_by = tests.outcome()
-            rows.append(mutant | {"killed_by": killed_by})
-            row = {"key": key_of(mutant), "context": mutant["context"], "digest": state}
+        groups = timed_groups(folder, file, log) if waiting else []
+        for number, key in enumerate(waiting, 1):
+            (folder / file).write_text(texts[key])
+            os.utime(folder / file, (number, number))  # compiled files are told apart by the time
+            found[key] = outcome(folder, groups, log)
             RESULTS.parent.mkdir(exist_ok=True)
             with open(RESULTS, "a") as out:
-                out.write(json.dumps(row | {"killed_by": killed_by}) + "\n")
-            left = (time.monotonic() - start) / number * (len(waiting) - number)
-            where = f"{file}:{mutant['line']}  {mutant['original']} -> {mutant['mutated']}"
-            verdict = f"killed  {killed_by}" if killed_by else "SURVIVED"
-            print(
-                f"  {number}/{len(waiting)} ETA {left:.0f} s  {where[:110]}  {verdict}", flush=True
-            )
-    return rows
+                row = {"key": key, "digest": state, "killed_by": found[key]}
+                out.write(json.dumps(row) + "\n")
+            print(f"  {number}/{len(waiting)}  {found[key] or 'SURVIVED'}  {key}", flush=True)
+    return {key: found[key] for key in chosen}
 
 
 def mutants(args):
     """Section of tests/bench: a row for each file, and the survivors on the terminal."""
-    files = args.only.split(",") if args.only else list(TESTED_BY)
-    found = {f: mutants_of(f, (PROJECT / f).read_text()) for f in TESTED_BY}
-    share = args.count / sum(map(len, found.values()))
-    seed = args.seeds.split(",")[0]
+    keys = {file: [key for key, _ in mutants_of(file)] for file in TESTED_BY}
+    share = args.count / sum(map(len, keys.values()))
     import_heavy()
     table = []
-    total = [0, 0, 0]
-    for file in files:
-        rows = run_file(file, drawn(found[file], share, seed), args.survivors)
-        survivors = [row for row in rows if not row["killed_by"]]
-        equivalent = sum(row["killed_by"] == "equivalent" for row in rows)
-        killed = len(rows) - len(survivors) - equivalent
-        total = [x + y for x, y in zip(total, (len(rows), killed, equivalent))]
-        table.append((file, f"{killed} of {len(rows) - equivalent}", f"{equivalent} equivalent"))
-        for row in sorted(survivors, key=lambda row: row["line"]):
-            print(f"survivor {row['file']}:{row['line']}\n    {row['context']}\n    {key_of(row)}")
-    count, killed, equivalent = total
-    real = max(1, count - equivalent)
-    headline = f"{count} mutants, {killed} killed ({killed / real:.0%} of those not equivalent)"
-    return headline, table
+    count = killed = 0
+    for file in args.only.split(",") if args.only else TESTED_BY:
+        found = run_file(file, drawn(keys[file], share, args.seeds.split(",")[0]))
+        survivors = [key for key, killed_by in found.items() if not killed_by]
+        real = sum(killed_by != "equivalent" for killed_by in found.values())
+        count += real
+        killed += real - len(survivors)
+        table.append(
+            (file, f"{real - len(survivors)} of {real}", f"{len(found) - real} equivalent")
+        )
+        print("\n".join(f"survivor {key}" for key in survivors))
+    return f"{count} mutants, {killed} killed ({killed / max(1, count):.0%})", table

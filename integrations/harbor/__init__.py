@@ -2,6 +2,8 @@
 
 The agent works in the folder's own Docker image. A tar of the working directory is its artefact. A
 grading unpacks it in a fresh container of that image, and only that one gets the tests (grade.py).
+
+    python grpo.py --task integrations.harbor:path/to/folder
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from pathlib import Path
 from flatlab.errors import UserError
 from flatlab.sandbox.backend import WORKSPACE
 from flatlab.sandbox.docker import docker_problem, short_text
-from flatlab.sandbox.images import remove_others, repository_name
 from flatlab.task.definition import Task, refuse_overlap
+from flatlab.task.images import remove_others, repository_name
 from flatlab.task.listing import tree_files
 
 # What a sandbox cannot give: keys of task.toml, and files.
@@ -34,13 +36,13 @@ COLLECT = (
 )
 
 
-def load_harbor(folder: Path) -> Task:
+def load_task(place: str) -> Task:
     """Loads a Harbor task folder, and builds its image, for which Docker uses its cache.
 
     Raises UserError if the folder is not complete, if it asks for something that a sandbox cannot
     give, or if Docker cannot provide its image.
     """
-    folder = folder.resolve()
+    folder = Path(place).resolve()
     try:
         spec = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
         prompt = (folder / "instruction.md").read_text(encoding="utf-8")

@@ -1,26 +1,26 @@
-"""Docker images for a task: with its requirements, or with its public files already in place."""
+"""Docker images for a task, with its public files already in place; and its requirements."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import threading
 from contextlib import closing, suppress
 
 from flatlab.errors import SandboxFault, UserError
 from flatlab.files import content_key
 from flatlab.sandbox.client import Sandbox
-from flatlab.sandbox.docker import docker_api, docker_problem, short_text
+from flatlab.sandbox.docker import docker_api
+from flatlab.task.definition import Task
 
 BAKE_BYTES = 8 << 20  # public files beyond this total are baked into an image once
-MOST_BYTES = 1 << 40  # limit of memory, and of a file, while an image is made
-PIP_SECONDS = 7200
-PACKAGES = "flatlab-requirements"  # repository of the images that install_requirements makes
+MOST_BYTES = 1 << 40  # limit of a file while an image is made
 
 building = threading.Lock()
 found_images: dict[tuple, str] = {}  # saves reading the files and asking the daemon again
 
 
-def prepared_image(task, image: str) -> str:
+def prepared_image(task: Task, image: str) -> str:
     """An image with the task's fixed files in it, or `image` itself if they are small.
 
     It is made once and found later; older ones of the task are removed. Raises UserError if the
@@ -38,33 +38,24 @@ def prepared_image(task, image: str) -> str:
         return found_images[asked]
 
 
-def find_image(task, image: str) -> str:
+def find_image(task: Task, image: str) -> str:
     """See prepared_image."""
     sources = [*task.fixed.values()]
     if not task.requirements and sum(path.stat().st_size for path in sources) <= BAKE_BYTES:
         return image
     api = docker_api()
-    base = image
     if task.requirements:
         sources.append(task.requirements)
-        tag = package_tag(task, image)
-        base = tag if api.images(tag) else image
-    key = content_key(api.inspect_image(base)["Id"], *task.fixed, *sources)
+    key = content_key(api.inspect_image(image)["Id"], *task.fixed, *sources)
     name = f"{repository_name(task.name)}:{key}"
     if not api.images(name):
-        with closing(Sandbox("docker", image=base, disk=MOST_BYTES)) as box:
-            if task.requirements and base == image:
+        with closing(Sandbox("docker", image=image, disk=MOST_BYTES)) as box:
+            if task.requirements:
                 check_requirements(box, task)
             box.put(task.fixed)
             commit(box, name)
         remove_others(name)
     return name
-
-
-def package_tag(task, image: str) -> str:
-    """Name of `image` with the task's requirements installed, whether it exists or not."""
-    key = content_key(docker_api().inspect_image(image)["Id"], task.requirements)
-    return f"{PACKAGES}:{key}"
 
 
 def repository_name(task: str) -> str:
@@ -100,37 +91,24 @@ for line in sys.stdin:
 """
 
 
-def check_requirements(box: Sandbox, task) -> None:
+def check_requirements(box: Sandbox, task: Task) -> None:
     """Raises UserError if the Python in a sandbox lacks a package that the task requires."""
     argv = ["python3", "-c", PRINT_MISSING]
     missing = box.program(argv, 60, task.requirements.read_bytes())[1].decode().split()
     if missing:
         raise UserError(
-            f"Task {task.name} needs packages that its sandbox lacks: {', '.join(missing)}. "
-            f"`python tasks.py {task.name} --build-image`, with the same options, makes a Docker "
-            "image that has them."
+            f"Task {task.name} needs packages that its sandbox lacks: {', '.join(missing)}. This "
+            f"makes an image for --backend docker --image flatlab-packages:\n"
+            f"docker build --tag flatlab-packages - <<'END'\n{dockerfile(box.spec.image, task)}END"
         )
 
 
-def install_requirements(task, image: str) -> str:
-    """Makes an image from `image` with the task's requirements, and prints what pip prints.
-
-    It is tagged by its content, and prepared_image finds it. Returns its name. Raises UserError if
-    Docker cannot make it or pip fails.
-    """
-    if problem := docker_problem(image):
-        raise UserError(problem)
-    tag = package_tag(task, image)
+def dockerfile(image: str, task: Task) -> str:
+    """A Dockerfile of `image` with the packages that the task requires."""
+    words = []
+    for line in task.requirements.read_text().splitlines():
+        line = re.sub(r"(^|\s)#.*", "", line).strip()
+        words += shlex.split(line) if line.startswith("-") else [line]
     # Only sandboxes use the image, so pip may change the Python of its system.
-    env = {"PIP_BREAK_SYSTEM_PACKAGES": "1", "PIP_ROOT_USER_ACTION": "ignore"}
-    limits = {"memory": MOST_BYTES, "disk": MOST_BYTES, "cpus": 0, "processes": 4096}
-    argv = ["python3", "-m", "pip", "install", "--no-cache-dir", "-r", "/dev/stdin"]
-    print(f"Installing {task.requirements} in {image}; this may take minutes.", flush=True)
-    with closing(Sandbox("docker", image=image, env=env, network=True, **limits)) as box:
-        reply, output = box.program(argv, PIP_SECONDS, task.requirements.read_bytes())
-        print(output.decode(errors="replace"), reply["stderr"])
-        if reply["code"]:
-            reason = short_text(reply["stderr"][-300:])
-            raise UserError(f"{task.requirements} cannot be installed in {image}: {reason}")
-        commit(box, tag)
-    return tag
+    pip = "PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir"
+    return f"FROM {image}\nUSER root\nRUN {pip} {shlex.join(filter(None, words))}\n"
