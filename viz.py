@@ -208,7 +208,7 @@ def main(options: Options):
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a transcript may hold lone surrogates
-    cli.hide_none(Options)
+    cli.show_defaults(Options, {})
     argv = [word for word in sys.argv[1:] if word != "--runs"]  # said or not, they are the runs
     config = (tyro.conf.DisallowNone,)
     read = partial(tyro.cli, Options, args=argv, description=__doc__, config=config)

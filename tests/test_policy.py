@@ -18,7 +18,6 @@ from bench.peak import peak
 from flatlab.errors import UserError
 from flatlab.model import memory, packing
 from flatlab.model.fields import check_fields
-from flatlab.model.loading import count_weights, loading
 from flatlab.model.packing import (
     Head,
     TokenLogProbs,
@@ -609,16 +608,14 @@ def change_json(path, **fields):
 
 def refused(folder):
     """Sentence about the folder of a model or an adapter before the engine starts, one line."""
-    with pytest.raises(UserError) as error, loading("transformers", folder):
-        count_weights(resolve_model(str(folder)).base)
+    with pytest.raises(UserError) as error:
+        Policy(resolve_model(str(folder)))
     assert len(str(error.value).splitlines()) == 1
     return str(error.value)
 
 
 def test_a_model_that_cannot_be_used_is_one_sentence(random_model, tmp_path):
-    assert "cannot run the model no/such-model: OSError: We couldn't connect" in refused(
-        "no/such-model"
-    )
+    assert "cannot run the model no/such-model: LocalEntryNotFound" in refused("no/such-model")
     for name in ("logs/no", "logs/no/best", "./no", "../no", "~no/m", "no/such/model", "/no"):
         assert refused(name) == f"There is no folder {name}."
     (tmp_path / "best").mkdir()
@@ -638,6 +635,7 @@ def test_a_model_that_cannot_be_used_is_one_sentence(random_model, tmp_path):
         shutil.copy(f"{random_model}/{name}", folder)
     change_json(folder / "config.json", quantization_config={"quant_method": "mxfp4"})
     assert "are quantised (mxfp4)" in refused(folder)
+    change_json(folder / "config.json", quantization_config=None)
     (folder / "chat_template.jinja").unlink()
     assert "has no chat template" in refused(folder)
     (folder / "config.json").write_text("{no json")

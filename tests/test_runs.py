@@ -568,10 +568,10 @@ def test_a_first_bare_value_has_its_flag_and_no_color_is_kept(monkeypatch):
     for words in ("titanic", "--task titanic"):
         monkeypatch.setattr(sys, "argv", ["tasks.py", *words.split()])
         assert cli.call(start, "--task") == "titanic"
-    monkeypatch.setitem(cli.tyro._experimental_options, "ansi_codes", True)
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
     cli.one_sentence(lambda: None)
-    assert not cli.tyro._experimental_options["ansi_codes"]
+    assert os.environ["TERM"] == "dumb"
 
 
 def test_the_help_shows_what_is_derived_for_a_model_and_for_the_stand_in(capsys):
