@@ -305,4 +305,4 @@ def by_hand(
 if __name__ == "__main__":
     from flatlab.runs import cli
 
-    cli.one_sentence(lambda: cli.call(by_hand, "--task"))
+    cli.one_sentence(lambda: cli.call(by_hand))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from flatlab.errors import UnknownTask, UserError
 from flatlab.files import content_key, store
+from flatlab.numbers import plus_minus
 from flatlab.options import SandboxOptions
 from flatlab.task.builtin import builtin_names, load_builtin, nearest
 from flatlab.task.definition import TASKS_DIR, Task
@@ -26,7 +27,7 @@ from flatlab.task.value import improvement, value_of
 from flatlab.view.tables import aligned
 
 AT_THE_TOP = 0.98  # improvement of a trivial rule that leaves no room above it
-FACTS = "metric|better|baseline|reference|exact|from|what is asked".split("|")
+FACTS = "task|metric|better|baseline|reference|exact|from|what is asked".split("|")
 
 
 def load_task(
@@ -133,24 +134,20 @@ def list_text() -> str:
     """A line for each task; for one that cannot be loaded the reason."""
     rows = []
     for name in sorted(find_tasks()):
-        row = {"task": name}
+        row = dict.fromkeys(FACTS, "-") | {"task": name}
+        rows.append(row)
         try:
             task = load_task(name)
         except UserError as error:
-            rows.append(row | dict.fromkeys(FACTS, "-") | {"what is asked": str(error)})
+            row["what is asked"] = str(error)
             continue
-        reference = "-" if task.reference is None else f"{task.reference:.4g}"
-        asked, _, _ = " ".join(task.prompt.split()).partition(". ")
-        facts = (
-            task.metric,
-            task.direction.split()[0],
-            f"{task.baseline:.4g}",
-            reference,
-            "yes" if task.exact else "no",
-            task.source,
-            asked,
-        )
-        rows.append(row | dict(zip(FACTS, facts)))
+        row["metric"] = task.metric
+        row["better"] = task.direction.split()[0]
+        row["baseline"] = plus_minus(task.baseline, None)
+        row["reference"] = plus_minus(task.reference, None)
+        row["exact"] = "yes" if task.exact else "no"
+        row["from"] = task.source
+        row["what is asked"] = " ".join(task.prompt.split()).partition(". ")[0]
     return aligned(rows)
 
 
@@ -172,4 +169,4 @@ def main(task: str = "", sandbox: SandboxOptions = SandboxOptions()) -> None:  #
 if __name__ == "__main__":
     from flatlab.runs import cli
 
-    cli.one_sentence(lambda: cli.call(main, "--task"))
+    cli.one_sentence(lambda: cli.call(main))

@@ -17,7 +17,6 @@ flatlab/runs/store.py describes what is in a run directory.
 import sys
 import textwrap
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -104,10 +103,9 @@ def list_text(run: RunData, step: int | None = None) -> str:
     else:
         items = read_all(files)
     if not items:
-        steps = [name for name in files if name.isdigit()]
-        known = f"; it has those of the steps {steps[0]} to {steps[-1]}" if steps else ""
         wanted = "" if step is None else f" of step {step}"
-        raise UserError(f"{run.dir} has no transcripts{wanted}{known}.")
+        names = ", ".join(files) or "none"
+        raise UserError(f"{run.dir} has no transcripts{wanted}; it has {names[:200]}.")
     groups = tables.sections(run, items)
     if run.kind == "search" and step is None:
         groups = {run.name: items}  # the tree
@@ -209,7 +207,6 @@ def main(options: Options):
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a transcript may hold lone surrogates
     cli.show_defaults(Options, {})
-    argv = [word for word in sys.argv[1:] if word != "--runs"]  # said or not, they are the runs
-    config = (tyro.conf.DisallowNone,)
-    read = partial(tyro.cli, Options, args=argv, description=__doc__, config=config)
-    cli.one_sentence(lambda: main(read()))
+    args = [word for word in sys.argv[1:] if word != "--runs"]  # with or without it
+    options = {"args": args, "description": __doc__, "config": (tyro.conf.DisallowNone,)}
+    cli.one_sentence(lambda: main(tyro.cli(Options, **options)))

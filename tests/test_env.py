@@ -62,6 +62,7 @@ ACCEPTED = [
     ("<think>I could ```bash\nrm -rf /\n``` but</think>\n" + block("ls"), "ls"),
     ("so I could run\n```bash\nrm -rf /\n```\nno.</think>\n" + block("ls"), "ls"),
     (block("echo </think>"), "echo </think>"),
+    ("so </think> and so </think>\n" + block("ls"), "ls"),
     ("~~~\nnot a block\n~~~\n" + block("ls"), "ls"),
     ("Output:\n```\nhello << world\n```\n" + block("ls"), "ls"),
     ("<think>a</think>\n" + block(QUOTED_MARKS), QUOTED_MARKS),

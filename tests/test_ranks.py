@@ -1,5 +1,5 @@
-"""Several ranks: the exchange by itself, two ranks against one with the same total batch, a rank
-that is lost; and configs/slurm.sbatch on a real Slurm of one node, which is started here.
+"""Several ranks: the exchange by itself, which configs/slurm.sbatch starts, two ranks against one
+with the same total batch, and a rank that is lost.
 
 The file is also the program of those ranks: `torchrun ... tests/test_ranks.py <model> <steps>`,
 runs of grpo.train with the real engine, where an episode is one reply and the reward counts its
@@ -8,15 +8,10 @@ letters.
 
 import asyncio
 import contextlib
-import getpass
-import json
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -73,11 +68,38 @@ print(f"rank {dist.rank} of {dist.world}\\n", end="", flush=True)
 """
 
 
+# Programs of Slurm on a cluster that is this machine
+SLURM = {
+    "srun": '#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done; exec "$@"\n',
+    "scontrol": "#!/bin/bash\necho localhost\n",
+}
+
+
+def sbatch(folder, *arguments, **variables):
+    """Runs configs/slurm.sbatch as a job of one node with two GPUs."""
+    (folder / ".venv").symlink_to(sys.prefix)
+    for name, text in SLURM.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    job = {"JOB_ID": free_port(), "JOB_NODELIST": "localhost", "NNODES": 1, "GPUS_ON_NODE": 2}
+    job = {f"SLURM_{name}": str(value) for name, value in (job | variables).items()}
+    job |= {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(PROJECT)}
+    command = ["bash", PROJECT / "configs/slurm.sbatch", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=folder, env=os.environ | job, **pipes)
+
+
 @pytest.mark.slow
-def test_the_exchange(tmp_path):
-    (tmp_path / "exchange.py").write_text(EXCHANGE)
-    out = finish(torchrun(tmp_path, "exchange.py"))
+def test_slurm_starts_a_rank_for_each_gpu_and_these_exchange(tmp_path):
+    (tmp_path / "grpo.py").write_text(EXCHANGE)
+    out = finish(sbatch(tmp_path))
     assert sorted(out.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
+
+
+def test_job_n_of_a_grid_runs_line_n_of_its_file(tmp_path):
+    (tmp_path / "cells.txt").write_text("none\n-c 'print(\"cell 2\")'")
+    job = sbatch(tmp_path, "cells.txt", ARRAY_TASK_ID=2)
+    assert finish(job).endswith("\ncell 2\n")
 
 
 LAUNCHED = "WORLD_SIZE=2 RANK=1 MASTER_ADDR=localhost MASTER_PORT=1"
@@ -202,151 +224,6 @@ def test_two_ranks_sample_ahead_and_a_lost_one_ends_the_job_which_resumes(tmp_pa
         # also of the groups that the other rank has played
         trained = {e["group"] for e in episodes if "advantage" in e["turns"][0]}
         assert trained == {group for group in rewards if len(rewards[group]) > 1}
-
-
-# ------------------------------------------------------------------ configs/slurm.sbatch
-
-SBIN = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
-PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun")
-missing = [name for name in PROGRAMS if not shutil.which(name, path=SBIN)]
-needs_slurm = pytest.mark.skipif(bool(missing), reason=f"no Slurm: {', '.join(missing)} missing")
-CONFIG = """
-ClusterName=flatlab
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={control_port}
-SlurmdPort={node_port}
-SlurmUser={user}
-SlurmdUser={user}
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
-CredType=cred/munge
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-SlurmdParameters=config_overrides
-GresTypes=gpu
-NodeName={host} NodeAddr=127.0.0.1 CPUs=4 RealMemory=1000 Gres=gpu:2 State=UNKNOWN
-PartitionName=all Nodes=ALL Default=YES State=UP
-"""
-TRAIN = (
-    "--task titanic --backend local --steps 1 --groups 2 --group-size 2 --eval-episodes 0 "
-    "--max-turns 2 --name ranks"
-)
-
-
-class Cluster:
-    """A Slurm of one node with two pretended GPUs, and a project folder with logs of its own."""
-
-    def __init__(self):
-        self.folder = Path(tempfile.mkdtemp(prefix="fl-", dir="/tmp"))  # a short path, for sockets
-        self.folder.chmod(0o755)
-        self.running = []
-        self.project = self.folder / "project"
-        for name in ("state", "spool", "project/logs"):
-            (self.folder / name).mkdir(parents=True)
-        for path in PROJECT.iterdir():
-            if path.name not in ("logs", ".venv"):
-                (self.project / path.name).symlink_to(path)
-        (self.project / ".venv").symlink_to(sys.prefix)
-        self.environment = os.environ | {
-            "PATH": SBIN,
-            "SLURM_CONF": str(self.folder / "slurm.conf"),
-            "LOGLEVEL": "INFO",  # torchrun then names the ranks
-        }
-        config = CONFIG.format(
-            host=socket.gethostname().partition(".")[0],
-            user=getpass.getuser(),
-            folder=self.folder,
-            control_port=free_port(),
-            node_port=free_port(),
-        )
-        (self.folder / "slurm.conf").write_text(config)
-        gpus = "Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n"
-        (self.folder / "gres.conf").write_text(gpus)
-
-    def begin(self):
-        key = self.folder / "munge.key"
-        key.write_bytes(os.urandom(128))
-        key.chmod(0o400)
-        files = [f"--{name}-file={self.folder}/munge.{name}" for name in ("key", "pid", "seed")]
-        files += [f"--log-file={self.folder}/munge.log", f"--socket={self.folder}/munge.socket"]
-        self.start("munged", "--foreground", "--force", *files)
-        self.start("slurmctld", "-D", "-i")
-        self.start("slurmd", "-D")
-        self.wait_for(lambda: self.call("sinfo", "--noheader", "--format=%T") == "idle\n")
-
-    def start(self, *command):
-        log = open(self.folder / "log", "ab")
-        options = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-        environment = self.environment
-        process = subprocess.Popen(command, env=environment, start_new_session=True, **options)
-        self.running.append(process)
-
-    def wait_for(self, answers, seconds=120):
-        deadline = time.monotonic() + seconds
-        while not answers():
-            is_over = time.monotonic() > deadline or self.running[-1].poll() is not None
-            assert not is_over, (self.folder / "log").read_text()[-2000:]
-            time.sleep(0.2)
-
-    def call(self, *command):
-        """The output of a command in the project."""
-        options = {"cwd": self.project, "env": self.environment, "text": True}
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
-        return done.stdout
-
-    def submit(self, *arguments):
-        """Runs `sbatch ARGUMENTS` and waits for the jobs. Returns what they wrote, sorted."""
-        outputs = self.project / "logs"
-        before = set(outputs.glob("slurm-*.out"))
-        said = self.call("sbatch", "--parsable", "--nodes=1", "--cpus-per-task=2", *arguments)
-        assert said.strip().isdecimal(), said
-        self.wait_for(lambda: not self.call("squeue", "--noheader"), seconds=400)
-        made = set(outputs.glob("slurm-*.out")) - before
-        return sorted(path.read_text() for path in made)
-
-    def stop(self):
-        self.call("scancel", "--full", "--user", str(os.getuid()))
-        for process in reversed(self.running):
-            process.terminate()
-            process.wait(60)
-        shutil.rmtree(self.folder)
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    cluster = Cluster()
-    try:
-        cluster.begin()
-        yield cluster
-    finally:
-        cluster.stop()
-
-
-@needs_slurm
-@pytest.mark.slow
-def test_job_n_of_a_grid_runs_line_n_of_its_file(cluster):
-    cells = ["tasks.py", "viz.py 'logs/no run'"]
-    (cluster.project / "cells.txt").write_text("\n".join(cells))
-    command = ("--array=1-2", "--gpus-per-node=1", "configs/slurm.sbatch", "cells.txt")
-    texts = cluster.submit(*command)
-    assert [text.splitlines()[0] for text in texts] == [f"python {cell}" for cell in cells]
-    assert "titanic" in texts[0]
-    assert "There is no folder logs/no run" in texts[1]
-
-
-@needs_slurm
-@pytest.mark.slow
-def test_training_runs_one_rank_a_gpu(cluster):
-    text = cluster.submit("--gpus-per-node=2", "configs/slurm.sbatch", *TRAIN.split())[0]
-    result = cluster.project / "logs/ranks/result.json"
-    assert result.exists() and json.loads(result.read_text())["status"] == "finished", text
-    assert "global_ranks=[0, 1]" in text
 
 
 # ------------------------------------------------------------------ the program of the ranks

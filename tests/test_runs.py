@@ -567,7 +567,7 @@ def test_a_first_bare_value_has_its_flag_and_no_color_is_kept(monkeypatch):
 
     for words in ("titanic", "--task titanic"):
         monkeypatch.setattr(sys, "argv", ["tasks.py", *words.split()])
-        assert cli.call(start, "--task") == "titanic"
+        assert cli.call(start) == "titanic"
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
     cli.one_sentence(lambda: None)

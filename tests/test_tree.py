@@ -122,6 +122,7 @@ def test_first_the_breadth_of_the_root(select):
         put(t, "0", score)
     built_on = choose(t).parent
     assert built_on != "0"
+    assert select != "random" or choose(t).reason == "drawn from 2"
     assert select != "greedy" or built_on == "0.1"  # the best one
 
 
@@ -160,6 +161,13 @@ def test_open_ended_drops_the_commitment_when_a_child_is_worse_or_fails(score):
     assert choose(t).notes == {}  # while it runs there is no second commitment
     end(t, node, score)
     assert "committed" not in choose(t).reason
+    assert choose(t).notes == {"commit": 3}  # a new one
+
+
+def test_open_ended_commits_to_no_path_that_is_flat():
+    t = make("open_ended", rule_args=("drafts=1",))
+    put(t, "0", 0.0)
+    assert (choose(t).parent, choose(t).notes) == ("0.0", {})
 
 
 def test_open_ended_stays_on_a_path_that_is_as_good():
@@ -252,7 +260,10 @@ def test_puct_by_hand():
     assert choice.scores == pytest.approx(scores)
     assert choice.parent == "0.0"
     node = search.start(t, choice)
-    assert choose(t).parent == "0.1"  # not the line of a node that has a running child
+    other = search.start(t, choose(t))
+    assert other.id == "0.1.0"  # not the line of a node that has a running child
+    assert choose(t).parent == "0"
+    t.nodes["0.1"].children.remove(t.nodes.pop(other.id))
     end(t, node, 0.3)
     # the value of 0.0 is now that of its child, which counts as a visit of all nodes above it
     total = math.sqrt(1 + 5)
@@ -283,6 +294,8 @@ def test_evolution_prefers_the_fit_and_crosses():
         choice = choose(t, seed)
         assert {choice.parent, choice.second_parent} == {"0.1", "0.2"}
     assert search.start(t, choice).op == "crossover"
+    t.constants["crossover_prob"] = 0.0
+    assert choose(t).second_parent is None
 
 
 def test_defaults_of_the_rules():
@@ -297,6 +310,17 @@ def test_defaults_of_the_rules():
         "linear": {},
     }
     assert rules.FINALISTS == 10
+    kinds = {n: (r.debugs, r.shared_request, r.uses_strategies) for n, r in SELECT.items()}
+    assert {name for name in kinds if kinds[name] != (True, False, True)} == {
+        "bfs",
+        "mcts",
+        "puct",
+        "linear",
+    }
+    assert kinds["bfs"] == (False, True, True)
+    assert kinds["linear"] == (False, False, False)
+    with pytest.raises(UserError, match="drafts is 0: it must be a finite number of at least 1"):
+        SELECT["ucb"].constants(search_config(select="ucb", rule_args=("drafts=0",)))
     for name, known in {"mcts": "c, branching", "linear": "none"}.items():
         with pytest.raises(UserError, match=f"no 'x'; it has {known}\\."):
             rules.RULES[name].constants(search_config(select=name, rule_args=("x=1",)))

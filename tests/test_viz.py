@@ -17,7 +17,6 @@ import pytest
 
 import viz
 from flatlab.runs import store, trackers
-from flatlab.task.value import value_of
 from flatlab.tree.nodes import COLUMNS
 from flatlab.view import page, plots, reader, tables
 from helpers import (
@@ -114,7 +113,10 @@ def test_broken_empty_and_foreign_directories_are_one_sentence(tmp_path, files, 
 def test_nothing_to_show_is_exit_code_2(tmp_path):
     done = python("viz.py", tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    for step, sentence in ((None, "run has no transcripts.$"), (3, "no transcripts of step 3.$")):
+    for step, sentence in (
+        (None, "run has no transcripts; it has none.$"),
+        (3, "no transcripts of step 3"),
+    ):
         with user_error(sentence):
             viz.list_text(stored(tmp_path / "run"), step)
 
@@ -366,12 +368,13 @@ def test_runs_that_differ_by_their_seed_are_one_row_whose_error_is_over_the_runs
 
 def test_a_table_fits_into_the_terminal_and_names_the_columns_that_it_lost(monkeypatch):
     row = {"run": "a-run", "N": 1, "value": "+0.5000", "seconds": "1.0", "differs in": "x" * 40}
-    for columns, lost in ((30, "seconds, N, value"), (40, "seconds"), (200, "")):
+    for columns, lost in ((30, "seconds, N"), (40, "seconds"), (200, "")):
         monkeypatch.setenv("COLUMNS", str(columns))
         *lines, last = tables.aligned([row, row]).splitlines()
         assert last.endswith(lost)
         assert last.startswith("left out") == bool(lost)
         assert all(len(line) <= columns for line in lines)
+        assert lines[0].startswith("run    ")
     assert lines[-1].split()[3:] == ["1.0", "x" * 40]
 
 
@@ -541,7 +544,7 @@ def test_the_curve_of_evaluations_begins_before_training(tmp_path):
 
 def test_the_legend_covers_no_data_and_names_the_untrained_and_the_final_value(tmp_path):
     run = trained(tmp_path / "a")
-    run.rows[0]["eval_n"] = 64
+    run.config["eval_episodes"] = 64
     best = run.result["final"]["best"] | {"test_value_mean": 0.3, "test_value_stderr": 0.1}
     for part, facts, value in (("validation", {}, 0.6), ("test", best, 0.3)):
         run.result["final"]["best"] |= facts
@@ -569,13 +572,15 @@ def test_each_run_is_drawn_whole_and_the_mean_where_all_are(tmp_path):
     assert bold.get_xdata().tolist() == [0, 1]
 
 
-def test_best_so_far_begins_with_the_first_valid_node_and_a_mean_has_no_axis_of_scores(tmp_path):
+def test_best_so_far_begins_with_the_first_valid_node_and_failures_count_in_a_mean(tmp_path):
     run = searched(tmp_path / "a")
-    assert plots.so_far(run).dropna().to_dict() == {1: -0.4, 2: -0.4, 3: -0.3, 4: -0.3}
     [axis] = plots.draw_panels([group_of(run)]).axes
-    assert axis.child_axes
+    [line] = [line for line in axis.lines if line.get_drawstyle() == "steps-post"]
+    assert line.get_ydata()[1:].tolist() == [-0.4, -0.4, -0.3, -0.3]
+    assert np.isnan(line.get_ydata()[0])
+    assert min(axis.lines[0].get_ydata()[1:]) == -0.45
+    assert axis.get_xlabel() == "nodes (x: failed; at -1: -1 or less)"
     mean = plots.draw_panels([group_of(run, run)]).axes[0]
-    assert not mean.child_axes
     [line] = [line for line in mean.lines if line.get_drawstyle() == "steps-post"]
     assert line.get_ydata()[0] == -1  # no valid node yet
     run.rows[0] = reader.with_outcome(run.rows[0] | {"status": "fault"})
@@ -585,34 +590,12 @@ def test_best_so_far_begins_with_the_first_valid_node_and_a_mean_has_no_axis_of_
 def test_the_episodes_of_an_evaluation_are_a_strip_for_each_task_with_their_failures(tmp_path):
     played = evaluated(tmp_path / "a", (0.8, None, None, 0.7))
     several = evaluated(tmp_path / "b", (0.8,), task="titanic digits", metric="value")
-    for run, failed, has_scores in (
-        (played, ["1 of 3 failed, 1 fault"], True),
-        (several, ["0 of 1 failed", "0 of 0 failed"], False),
-    ):
-        [axis] = plots.draw_panels([group_of(run)]).axes
-        assert [text.get_text() for text in axis.texts] == failed
-        assert [label.get_text() for label in axis.get_yticklabels()] == run.task.split()
-        assert bool(axis.child_axes) == has_scores
     axis = plots.draw_panels([group_of(played), group_of(several)]).axes[0]
-    assert len(axis.texts) == 2  # a strip for each group
+    labels = [label.get_text() for label in axis.get_yticklabels()]
+    assert labels == ["titanic: 1 of 4 failed, 1 fault", "titanic: 0 of 1 failed"]
     strip, mean, *_ = axis.lines
     assert strip.get_xdata() == pytest.approx([1, 0.5])
     assert mean.get_xdata() == pytest.approx([0.5 / 3])
-
-
-def test_the_axis_of_values_and_the_one_of_improvements_are_inverse():
-    reached = np.array([-3.0, 0.0, 1.0, 1.5, 40.0])
-    assert plots.value_axis(reached)[1:] == pytest.approx([value_of(x) for x in reached[1:]])
-    assert plots.improvement_axis(plots.value_axis(reached)) == pytest.approx(reached)
-
-
-def test_a_node_below_the_lowest_value_is_said_to_be(tmp_path):
-    run = searched(tmp_path / "a")
-    for improvement, label in ((-1, "failed)"), (-3, "failed, marks at -1: -1 or less)")):
-        run.rows[0]["improvement"] = improvement
-        axis = plots.draw_panels(tables.groups_of([run])["search", "titanic"]).axes[0]
-        assert axis.get_xlabel() == f"nodes (x: {label}"
-        assert min(axis.lines[0].get_ydata()) == -1
 
 
 def test_a_tree_names_its_nodes(tmp_path):
@@ -630,18 +613,16 @@ def test_a_tree_names_its_nodes(tmp_path):
         assert tree.texts[1].get_text().split()[0] == name
 
 
-def test_a_large_tree_fits_a_page_with_the_path_to_the_best(tmp_path):
-    """Two panels of forty lines, the best nodes of 200."""
+def test_a_large_tree_is_cut_to_its_best_nodes_with_the_path_to_the_best(tmp_path):
+    """The best nodes of 200."""
     nodes = [node(f"0.{i}", 0.5 + i / 1000) for i in range(199)] + [node("0.0.0", 0.9)]
     figure = plots.draw_tree(search_run(tmp_path, nodes, best_id="0.0.0"))
     tree, _ = figure.axes
     names = [text.get_text().split()[0] for text in tree.texts[1:]]
-    assert names == ["0.0", "0.0.0", *(f"0.{i}" for i in range(121, 199))]
-    assert tree.get_title() == "80 of 200 nodes; hollow: failed; all of them: viz.py --list"
-    assert {text.get_position()[1] for text in tree.texts[1:]} == {-line for line in range(40)}
-    assert figure.get_figheight() < 9
-    stubs = [line for line in tree.lines if len({*line.get_ydata()}) == 1]
-    assert len(stubs) == 40  # the parent is in another panel
+    assert names == ["0.0", "0.0.0", *(f"0.{i}" for i in range(137, 199))]
+    assert tree.get_title() == "64 of 200 nodes; hollow: failed; all of them: viz.py --list"
+    assert {text.get_position()[1] for text in tree.texts[1:]} == {-line for line in range(64)}
+    assert figure.get_figheight() < 13
 
 
 def test_what_the_numbers_do_not_say_is_a_sentence(tmp_path):

@@ -24,15 +24,6 @@ from flatlab.model.path import ModelPath
 from flatlab.options import check_bounds, fill_in, flat
 
 
-def call(function, flag: str):
-    """Calls a function with the options of the command line. flag: of a first bare value."""
-    flags = named(flag, sys.argv[1:])
-    check_words(flags, kinds_of(function))
-    show_defaults(function, {})
-    config = (tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone)
-    return tyro.cli(function, args=flags, config=config)
-
-
 def parse_config(config_class, argv: list[str], preset: dict | None = None):
     """Parses `script.py [preset.yaml] [--flag value ...]` into config_class. The file replaces
     values of `preset`.
@@ -155,12 +146,15 @@ def preset_flags(preset: dict, defaults: dict) -> list[str]:
     return flags
 
 
-def named(flag: str, argv: list[str]) -> list[str]:
-    """The arguments with this flag in front if the first one is a bare value: `titanic` stands for
-    `--task titanic`.
-    """
-    is_value = argv and not argv[0].startswith("-")
-    return [flag, *argv] if is_value else argv
+def call(function):
+    """Calls a function with the options of the command line. A first bare value is its --task."""
+    flags = sys.argv[1:]
+    if flags and not flags[0].startswith("-"):
+        flags.insert(0, "--task")
+    check_words(flags, kinds_of(function))
+    show_defaults(function, {})
+    config = (tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone)
+    return tyro.cli(function, args=flags, config=config)
 
 
 def one_sentence(main):

@@ -14,7 +14,6 @@ from flatlab.suites.statistics import (
     performance_profiles,
     probability_of_improvement,
 )
-from flatlab.task.value import WORST
 from flatlab.view import plots
 from flatlab.view.reader import RunData, folder_of
 from flatlab.view.tables import aligned
@@ -24,14 +23,8 @@ MEANS = ["value", "valid", "position", "tokens", "seconds_env", "seconds"]  # of
 GREYS = ["0", "0.6", "0.3", "0.8", "0.45"] * 4
 LINES = ["-", "--", "-.", ":"] * 5
 # Formats of columns; others have four decimals
-FORMATS = {f"AUP, {kind}": ".3f" for kind in KINDS} | {
-    "value": "+.4f",
-    "valid": ".0%",
-    "place": ".0f",
-    "tokens": ".0f",
-    "seconds_env": ".2f",
-    "seconds": ".2f",
-}
+FORMATS = {f"AUP, {kind}": "{:.3f}" for kind in KINDS}
+FORMATS |= {"value [95 %]": "{}", "valid": "{:.0%}", "place": "{:.0f}", "tokens": "{:.0f}"}
 
 
 def report(suite: dict, runs: list[RunData]) -> str:
@@ -93,14 +86,11 @@ def report(suite: dict, runs: list[RunData]) -> str:
 
 def texts_of(frame) -> list[dict]:
     """The rows of a DataFrame as texts: a column has one number of decimals."""
-    rows = frame.reset_index().to_dict("records")
-    return [{key: text_of(row[key], key) for key in row} for row in rows]
-
-
-def text_of(value, column: str) -> str:
-    if isinstance(value, str):
-        return value
-    return "-" if np.isnan(value) else format(value, FORMATS.get(column, ".4f"))
+    texts = {}
+    for key in frame:
+        form = FORMATS.get(key, "{:.4f}").format
+        texts[key] = frame[key].map(form, na_action="ignore").fillna("-")
+    return frame.assign(**texts).reset_index().to_dict("records")
 
 
 def notes(suite: dict, runs: list[RunData]) -> str:
@@ -145,12 +135,10 @@ def draw_values(ours: dict):
     """
     figure = plots.new_figure(plots.COLUMN, 2.6)
     axis = figure.subplots()
-    highest = max(max(values) for tasks in ours.values() for values in tasks)
-    reached = np.linspace(WORST, max(1.0, highest), 400)
-    for number, (name, tasks) in enumerate(ours.items()):
-        look = plots.LOOKS[number % len(plots.LOOKS)]
-        shares = [np.mean(np.array(values)[:, None] >= reached, axis=0) for values in tasks]
-        axis.plot(reached, np.mean(shares, axis=0), label=name, markevery=80, **look)
+    for (name, tasks), colour, line in zip(ours.items(), plots.COLOURS, LINES):
+        weights = np.concatenate([np.full(len(own), 1 / len(own)) for own in tasks])
+        values = np.concatenate([*tasks])
+        axis.ecdf(values, weights, complementary=True, label=name, color=colour, ls=line)
     axis.set(xlabel=f"value ({plots.UNITS['value']})", ylabel="share of attempts that reach it")
     figure.legend(loc="outside lower center")
     return figure

@@ -50,11 +50,6 @@ def bounded(improvement: float) -> float:
     return improvement if improvement <= 1 else 2 - 1 / improvement
 
 
-def unbounded(value: float) -> float:
-    """The inverse of bounded(); that of 2 and above, which only axes have, is 1000."""
-    return value if value <= 1 else 1 / max(1e-3, 2 - value)
-
-
 def summary(improvements: list[float | None], task=None) -> dict:
     """Means and standard errors over episodes or nodes that are not faults.
 

@@ -181,7 +181,7 @@ def open_ended(t, rng, drafts=3, c=1.41, trend_weight=0.5, commitment=2):
     left = last.decision.get("commit", 0)
     if left and last.valid and last.kept:
         parent = t.nearest_kept(last.parent)
-        if last.improvement >= (parent.improvement or 0.0):
+        if last.improvement >= parent.improvement:
             reason = f"committed to this path for {left} more"
             return Choice(last.id, "explore", reason, notes={"commit": left - 1})
     choice = explore_or_exploit(values_and_bonuses(t, drafts, c, trend_weight))

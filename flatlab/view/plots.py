@@ -9,13 +9,12 @@ import io
 import re
 import textwrap
 from dataclasses import dataclass, field
-from itertools import accumulate, product
-from statistics import fmean
+from itertools import accumulate
 
 import numpy as np
 
-from flatlab.numbers import count, standard_error
-from flatlab.task.value import WORST, bounded, improvement, score_at, unbounded, value_of
+from flatlab.numbers import count
+from flatlab.task.value import WORST
 from flatlab.train.metrics import evaluation_columns
 from flatlab.view.reader import NOUNS, RunData, score_text
 
@@ -146,6 +145,7 @@ def draw_keys(axis, groups: list[RunGroup], keys: list[str]) -> None:
     The legend of the keys is the title of the axis, so that it covers no data.
     """
     several = len(groups) > 1
+    alone = len(groups) == len(groups[0].runs) == 1
     for key, colour, dash in zip(keys, COLOURS, DASHES):
         for group in groups:
             frame = by_step(group, key)
@@ -153,14 +153,16 @@ def draw_keys(axis, groups: list[RunGroup], keys: list[str]) -> None:
             axis.plot(frame, dash, color=look["color"], alpha=0.3, linewidth=0.7)
             windows = frame.dropna().rolling(window_of(frame), center=True, min_periods=1)
             draw_mean(axis, windows.mean(), linestyle=dash, **look)
-            if key.startswith("eval_") and len(groups) == len(group.runs) == 1:
+            if key.startswith("eval_") and alone:
                 errors = by_step(group, key.replace("_mean", "_stderr"))
                 axis.errorbar(frame.index, frame[0], errors[0], color=colour, fmt="none")
         if len(keys) > 1:
-            label = words_of(key) + sizes_of(groups, key)
+            label = words_of(key)
+            if key.startswith("eval_"):
+                label += f", N = {groups[0].runs[0].config.get('eval_episodes')}"
             axis.plot([], [], label=label, color=GREY if several else colour, ls=dash)
-    if "eval_value_mean" in keys and not several:
-        draw_ends(axis, groups[0])
+    if "eval_value_mean" in keys and alone:
+        draw_ends(axis, groups[0].runs[0])
     if len(keys) > 1:
         axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False)
     else:
@@ -177,35 +179,20 @@ def words_of(key: str) -> str:
     return NAMES.get(key, key.replace("_", " "))
 
 
-def sizes_of(groups: list[RunGroup], key: str) -> str:
-    """The number of episodes of an evaluation as the end of a label; "" of other keys."""
-    if not key.startswith("eval_"):
-        return ""
-    sizes = {f"{n:.0f}" for group in groups for n in np.unique(by_step(group, "eval_n"))}
-    return f", N = {' or '.join(sorted(sizes))}" if sizes else ""
-
-
-def draw_ends(axis, group: RunGroup) -> None:
+def draw_ends(axis, run: RunData) -> None:
     """A line for the untrained adapter, and a star for the best one on fresh seeds at the end of
     the run, on the test part if there is one.
     """
-    before = [run.result["before"]["value_mean"] for run in group.runs if run.result.get("before")]
+    before, final = (run.result.get(key) for key in ("before", "final"))
     if before:
-        axis.axhline(fmean(before), color=GREY, linewidth=0.8, label="untrained")
-    finals = [run.result["final"] for run in group.runs if run.result.get("final")]
-    for number, final in enumerate(finals):
+        axis.axhline(before["value_mean"], color=GREY, linewidth=0.8, label="untrained")
+    if final:
         best = final["best"]
-        part = "test_" if "test_value_mean" in best else ""
-        label = f"best adapter, {'test' if part else final['split']} part, N = {final['n']}"
-        axis.errorbar(
-            best["step"] + 1,
-            best[f"{part}value_mean"],
-            best[f"{part}value_stderr"],
-            fmt="*",
-            markersize=8,
-            color="black",
-            label=label if number == 0 else None,
-        )
+        part = "test" if "test_value_mean" in best else final["split"]
+        keys = ("value_mean", "value_stderr")
+        value, error = (best.get(f"test_{key}", best[key]) for key in keys)
+        label = f"best adapter, {part} part, N = {final['n']}"
+        axis.errorbar(best["step"] + 1, value, error, fmt="k*", markersize=8, label=label)
 
 
 def draw_mean(axis, frame, **look):
@@ -226,19 +213,14 @@ def draw_mean(axis, frame, **look):
 # ------------------------------------------------------------------ nodes
 
 
-def so_far(run: RunData):
-    """The largest value of a search after each number of nodes, NaN before a valid one:
-    pandas.Series.
+def valid_values(run: RunData):
+    """The values of the valid nodes by their number from 1 on, NaN for the others: pandas.Series
+    with a first row before all nodes.
     """
     import pandas
 
     values = [row["value"] if row["outcome"] == "valid" else None for row in run.rows]
-    return pandas.Series([None, *values], dtype=float).cummax().ffill()
-
-
-# For the arrays of an axis
-value_axis = np.vectorize(bounded, otypes=[float])
-improvement_axis = np.vectorize(unbounded, otypes=[float])
+    return pandas.Series([None, *values], dtype=float)
 
 
 def draw_nodes(axis, groups: list[RunGroup]) -> None:
@@ -247,39 +229,25 @@ def draw_nodes(axis, groups: list[RunGroup]) -> None:
     """
     import pandas
 
-    marks = "x: failed"
     for group in groups:
         for one in group.runs:
             look = group.look | {"alpha": 0.5, "linestyle": ""}
-            numbers = np.arange(1, len(one.rows) + 1)
-            values = series(one.rows, "improvement")  # of the valid ones
-            if (values < WORST).any():
-                marks = "x: failed, marks at -1: -1 or less"
-            marked = [np.nan if np.isnan(x) else value_of(x) for x in values]
-            axis.plot(numbers, marked, markersize=2, **look)
-            failed = numbers[[row["outcome"] == "failed" for row in one.rows]]
+            axis.plot(valid_values(one), markersize=2, **look)
+            outcomes = enumerate([row["outcome"] for row in one.rows], 1)
+            failed = np.array([number for number, outcome in outcomes if outcome == "failed"])
             look |= {"marker": "x", "transform": axis.get_xaxis_transform()}
             # the layout would take an empty line for one at the lower left corner of the figure
             axis.plot(failed, 0 * failed, clip_on=False, in_layout=False, **look)
         # a run that has ended keeps its value
-        frame = pandas.concat(map(so_far, group.runs), axis=1).ffill()
+        frame = pandas.concat(map(valid_values, group.runs), axis=1).cummax().ffill()
         if len(group.runs) > 1:
             frame = frame.fillna(WORST)
         draw_mean(axis, frame, drawstyle="steps-post", **group.look)
     axis.axhline(0, color=GREY, linestyle=":")
     axis.locator_params(axis="x", integer=True)
-    axis.set(title="best so far", xlabel=f"nodes ({marks})", ylabel=UNITS["value"])
-    if all(len(group.runs) == 1 for group in groups):  # a mean with failures is no score
-        run = groups[0].runs[0]
-        right = axis.secondary_yaxis("right", functions=score_scale(run))
-        right.set_ylabel(shorten(run.result["metric"], 40))
-
-
-def score_scale(run: RunData) -> tuple:
-    """The functions of an axis of scores opposite to that of the values."""
-    to_score = lambda value: score_at(improvement_axis(value), run)  # noqa: E731
-    to_value = lambda score: value_axis(improvement(score, run))  # noqa: E731
-    return to_score, to_value
+    axis.set(
+        title="best so far", xlabel="nodes (x: failed; at -1: -1 or less)", ylabel=UNITS["value"]
+    )
 
 
 # ------------------------------------------------------------------ episodes
@@ -287,49 +255,38 @@ def score_scale(run: RunData) -> tuple:
 GOLDEN = 0.618  # multiples of it, modulo 1, spread marks evenly
 
 
-def strips_of(groups: list[RunGroup]) -> list[tuple[str, RunGroup]]:
-    return [*product(groups[0].runs[0].task.split(), groups)]
-
-
 def draw_episodes(axis, groups: list[RunGroup]) -> None:
-    """A strip for each task and group: a mark for the value of each valid episode, the mean of all
+    """A strip for each group and task: a mark for the value of each valid episode, the mean of all
     with its standard error, and beside it the number of failures.
     """
-    strips = strips_of(groups)
-    for number, (task, group) in enumerate(strips):
-        rows = [row for run in group.runs for row in run.rows if row["task"] == task]
-        values = series([row for row in rows if row["outcome"] == "valid"], "value")
-        heights = number + 0.6 * (np.arange(len(values)) * GOLDEN % 1 - 0.5)
-        axis.plot(values, heights, alpha=0.5, markersize=3, linestyle="", **group.look)
-        played = [row["value"] for row in rows if row["value"] is not None]  # without the faults
-        if played:
-            error = standard_error(played)
-            look = {"fmt": "D", "color": "black", "capsize": 3, "zorder": 3}
-            axis.errorbar(fmean(played), number, xerr=error, **look)
-        text = f"{len(played) - len(values)} of {len(played)} failed"
-        if len(rows) > len(played):
-            text += f", {count(len(rows) - len(played), 'fault')}"
-        axis.text(1.01, number, text, transform=axis.get_yaxis_transform(), va="center")
-    labels = [task if group is groups[0] else "" for task, group in strips]
-    axis.set_yticks(range(len(strips)), labels)
-    axis.set_ylim(len(strips) - 0.4, -0.6)
-    axis.grid(False, axis="y")
+    import pandas
+
+    labels = []
+    for group in groups:
+        episodes = pandas.DataFrame([row for run in group.runs for row in run.rows])
+        for task, own in episodes.groupby("task", sort=False):
+            strip = -len(labels)
+            values = own["value"].astype(float)
+            valid = values[own["outcome"] == "valid"]
+            heights = strip + 0.6 * (np.arange(len(valid)) * GOLDEN % 1 - 0.5)
+            axis.plot(valid, heights, alpha=0.5, markersize=3, linestyle="", **group.look)
+            axis.errorbar(values.mean(), strip, xerr=values.sem(), fmt="kD", capsize=3)
+            ends = own["outcome"].value_counts()
+            labels.append(f"{task}: {ends.get('failed', 0)} of {len(own)} failed")
+            if "fault" in ends:
+                labels[-1] += f", {count(ends['fault'], 'fault')}"
+    axis.set_yticks(-np.arange(len(labels)), labels)
     axis.axvline(0, color=GREY, linestyle=":")
-    axis.set_xlim(min(-1.05, axis.get_xlim()[0]), max(1.05, axis.get_xlim()[1]))
     axis.set(
         title="each valid episode; diamond: mean of all ± standard error, a failure counts -1",
         xlabel=f"value ({UNITS['value']}; at -1: -1 or less)",
     )
-    run = groups[0].runs[0]
-    if run.result["metric"] != "value":  # that of several tasks
-        top = axis.secondary_xaxis("top", functions=score_scale(run))
-        top.set_xlabel(shorten(run.result["metric"], 40))
 
 
 # ------------------------------------------------------------------ the tree
 
-LINES = 40  # nodes of a panel
-TREE_WIDTH = 6.3  # inches of the panels together, beside the colour bar
+LINES = 64  # nodes, a line each
+TREE_WIDTH = 6.3  # inches beside the colour bar
 INDENT = 0.2  # inches from a parent to its child, at most
 LETTER = 0.057  # inches of a character, on average
 
@@ -357,31 +314,25 @@ def best_nodes(run: RunData, most: int) -> list[str]:
 
 
 def draw_tree(run: RunData, link: str = "#"):
-    """A Figure of the best nodes, depth first, in panels of LINES, as a tree of folders is printed.
-    Each line has the id, the score and the strategy of a node, or why it failed. Colour: value,
-    shape: operator, hollow: failed. The path to the best is bold; a short line comes from another
-    panel, or from a node that is left out.
+    """A Figure of the best nodes, depth first, as a tree of folders is printed. Each line has the
+    id, the score and the strategy of a node, or why it failed. Colour: value, shape: operator,
+    hollow: failed. The path to the best is bold; a short line comes from a node that is left out.
 
     link: address of a node before its id; the nodes in an SVG lead there.
     """
-    shown, path = best_nodes(run, 2 * LINES), best_path(run)
+    shown, path = best_nodes(run, LINES), best_path(run)
     rows = depth_first([row for row in run.rows if row["id"] in shown])
-    figure = new_figure(PAGE, 1.0 + 0.18 * max(6, min(LINES, len(rows))))
+    figure = new_figure(PAGE, 1.0 + 0.18 * max(6, len(rows)))
     axis = figure.subplots()
-    panels = -(-len(rows) // LINES)
-    width = TREE_WIDTH / panels
-    indent = min(INDENT, width / 3 / max(id.count(".") for id in shown))
+    indent = min(INDENT, TREE_WIDTH / 3 / max(id.count(".") for id in shown))
     values = series(rows, "value")
     scale = {"vmin": WORST, "vmax": max(0.0, np.nanmax(values))}
     at, marks = {"0": (0.0, 1)}, {}
     draw_root(axis, run)
     for number, row in enumerate(rows):
         id = row["id"]
-        panel, line = divmod(number, LINES)
-        x, y = at[id] = panel * width + id.count(".") * indent, -line
-        start = at.get(row["parent"], (-1, 0))
-        if start[0] < panel * width:
-            start = (x - 0.7 * indent, y)
+        x, y = at[id] = id.count(".") * indent, -number
+        start = at.get(row["parent"], (x - 0.7 * indent, y))
         edge = {"color": GREY, "linewidth": 0.7}
         if id in path:
             edge = {"color": "black", "linewidth": 2, "zorder": 2.5}
@@ -394,13 +345,13 @@ def draw_tree(run: RunData, link: str = "#"):
             shade = {"c": "white", "edgecolors": GREY}
         axis.scatter(x, y, s=28, zorder=3, marker=row["mark"], urls=[link + id], **shade)
         # an SVG drops spaces at the start of a text, but not \xa0
-        room = int((width - id.count(".") * indent) / LETTER) - 6
+        room = int((TREE_WIDTH - x) / LETTER) - 6
         axis.text(x, y, f"\xa0  {shorten(line_of(row), room)}", va="center")
     axis.set_axis_off()
     title = f"{len(rows)} of {len(run.rows)} nodes; hollow: failed"
     if len(rows) < len(run.rows):
         title += "; all of them: viz.py --list"
-    axis.set(xlim=(-0.1, TREE_WIDTH), ylim=(0.5 - min(LINES, len(rows)), 1.5), title=title)
+    axis.set(xlim=(-0.1, TREE_WIDTH), ylim=(0.5 - len(rows), 1.5), title=title)
     shades = axis.scatter([], [], c=[], **scale)
     figure.colorbar(shades, label="value", aspect=40, pad=0.01, fraction=0.05)
     handles = [axis.scatter([], [], c=GREY, marker=mark, label=op) for op, mark in marks.items()]
@@ -461,8 +412,8 @@ def draw_panels(groups: list[RunGroup], panels=()):
     x = "round" if any(run.rounds for run in runs) else NOUNS[kind]
     window = window_of(runs[0].rounds or runs[0].rows)
     x += "s" if window == 1 else f"s (means over {window})"
-    own = {"*nodes": draw_nodes, "*episodes": draw_episodes}
-    has = {*own, "value_mean"}.union(*map(numbers_of, groups))  # one panel at least
+    drawn = {"*nodes": draw_nodes, "*episodes": draw_episodes}
+    has = {*drawn, "value_mean"}.union(*map(numbers_of, groups))  # one panel at least
     panels = panels or [keys for keys in PANELS[kind] if has & {*keys.split()}]
     columns = min(3, len(panels))
     # the last one takes what is left of its row
@@ -471,13 +422,13 @@ def draw_panels(groups: list[RunGroup], panels=()):
     width = PAGE if columns > 1 else COLUMN
     height = 0.6 + 1.8 * len(mosaic)
     if panels == ["*episodes"]:
-        width, height = PAGE, 1.2 + 0.3 * len(strips_of(groups))
+        width, height = PAGE, 1 + 0.3 * len(groups) * len(runs[0].task.split())
     figure = new_figure(width, height)
     axes = figure.subplot_mosaic(mosaic)
     for keys, axis in axes.items():
         axis.set_xlabel(x)
-        if keys in own:
-            own[keys](axis, groups)
+        if keys in drawn:
+            drawn[keys](axis, groups)
         else:
             axis.sharex(axes[panels[-1]])
             draw_keys(axis, groups, keys.split())
@@ -487,12 +438,8 @@ def draw_panels(groups: list[RunGroup], panels=()):
             text = shorten(f"{group.label} {group.differs}", 200)
             text = textwrap.fill(text, int(15 * width))
             handles += axis.plot([], [], label=text, **group.look)
-        most = max(len(group.runs) for group in groups)
-        title = ""
-        if most > 1 and kind != "evaluation":
-            title = "mean over runs"
-        if most >= FEW_SEEDS and kind != "evaluation":
-            title += ", band: ± standard error"
+        title = "mean over runs, band (three or more): ± standard error"
+        title *= kind != "evaluation"
         legend = figure.legend(handles=handles, title=title, loc="outside lower center")
         figure.set_figheight(height + legend.get_window_extent().height / figure.dpi)
     return figure

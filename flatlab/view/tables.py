@@ -430,9 +430,7 @@ def aligned(rows: list[dict]) -> str:
         if {*texts} - {"", "-"}:
             width = max(map(len, [key, *texts]))
             columns.append([text.ljust(width) for text in [key, *texts]])
-    columns, left_out = fitted(columns)
-    lines = ["  ".join(texts).rstrip() for texts in zip(*columns)]
-    return "\n".join([*lines, left_out] if left_out else lines)
+    return "\n".join(fitted(columns))
 
 
 # ------------------------------------------------------------------ at the end

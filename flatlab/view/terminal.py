@@ -2,34 +2,30 @@
 
 import shutil
 
-# Titles of columns that a narrow terminal loses, in this order; then the last ones but one go
+# Titles of columns that a narrow terminal loses, in this order
 SPARE = (
     "seed|rows ±|seconds_env|seconds|tokens|loss on|best of 8|pairs|of|faults|from|turns|N|exact|"
-    "best submission|place|best attempt|valid"
+    "best submission|place|best attempt|valid|better|baseline|reference"
 ).split("|")
 LEAST = 20  # characters that stay of the last column, which often is a long text
 
 
-def fitted(columns: list[list[str]]) -> tuple[list[list[str]], str]:
-    """The columns that fit into the terminal, and a sentence that names the others. Into a file or
-    a pipe all of them fit.
+def fitted(columns: list[list[str]]) -> list[str]:
+    """The lines of a table as wide as the terminal at most, and one that names the columns that are
+    left out. Into a file or a pipe all of them fit.
 
-    columns: texts of equal length, two spaces apart; the title comes first.
+    columns: texts of equal length, the title first.
     """
     limit = shutil.get_terminal_size((10**6, 0)).columns
-    kept, dropped = [*columns], []
-    while len(kept) > 2 and width_of(kept[:-1]) + min(LEAST, len(kept[-1][0])) > limit:
-        titles = [column[0].strip() for column in kept]
-        order = [title for title in SPARE if title in titles[1:]] + titles[-2:0:-1]
-        dropped.append(order[0])
-        kept.pop(titles.index(order[0]))
-    room = max(LEAST, limit - width_of(kept[:-1]))
-    last = [text.rstrip() for text in kept[-1]]
-    kept[-1] = [text if len(text) <= room else text[: room - 1] + "…" for text in last]
-    if not dropped:
-        return kept, ""
-    return kept, f"left out, because the terminal is narrow: {', '.join(dropped)}"
-
-
-def width_of(columns: list[list[str]]) -> int:
-    return sum(len(column[0]) + 2 for column in columns)
+    lost = []
+    for title in SPARE:
+        width = sum(len(column[0]) + 2 for column in columns[:-1]) + LEAST
+        kept = [column for column in columns if column[0].rstrip() != title]
+        if width > limit and len(kept) < len(columns):
+            columns = kept
+            lost.append(title)
+    lines = ["  ".join(texts).rstrip() for texts in zip(*columns)]
+    lines = [line if len(line) <= limit else line[: limit - 1] + "…" for line in lines]
+    if lost:
+        lines.append(f"left out, because the terminal is narrow: {', '.join(lost)}")
+    return lines

@@ -10,12 +10,13 @@ import ast
 import hashlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from importlib import import_module
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -38,17 +39,15 @@ TESTED_BY = {
     "grpo.py": {"objective": ""},
     "flatlab/model/packing.py": {"policy": PACKED, "families": ""},
     "flatlab/model/lora_sync.py": {"policy": ADAPTED, "families": "", "model": ""},
-    "flatlab/world/blocks.py": {"env": "block or reply or hand or rejected or action or thought"},
+    "flatlab/world/blocks.py": {"env": "accepted or rejected or heredoc or bash or hand"},
     "flatlab/runs/store.py": {"runs": RUN},
 }
-# Of grpo.py only what computes: not its start, not the loop, not what needs an engine.
-SKIPPED_FUNCTIONS = {
-    "grpo.py": (
-        *("Config", "play_groups", "evaluate", "judge", "train", "main"),
-        *("begin", "finish", "check", "open_job", "end", "load_policy"),
-        *("update", "optimize", "micro_loss"),
-    )
-}
+# Of grpo.py only what computes: not its start, not the loop, not what needs an engine
+SKIPPED = """Config play_groups evaluate judge train main begin finish check
+open_job end load_policy update optimize micro_loss"""
+HEAVY = ("peft", "pytest", "scipy.stats", "torch", "transformers", "vllm.v1.engine.llm_engine")
+# Copies what git knows or would add to the folder $0
+COPY = 'mkdir "$0"; git ls-files -coz --exclude-standard | xargs -0 cp --parents -t "$0"'
 
 COMPARISONS = {
     ast.Lt: [ast.LtE, ast.GtE],
@@ -148,7 +147,7 @@ def mutants_of(file: str):
     tree = ast.parse((PROJECT / file).read_text())
     seen = {}
     for holder, place, function in [*nodes_of(tree)]:
-        if function.split(".")[0] in SKIPPED_FUNCTIONS.get(file, ()):
+        if file == "grpo.py" and function.split(".")[0] in SKIPPED.split():
             continue
         node = holder[place]
         for new in [*replacements(node)]:
@@ -171,29 +170,8 @@ def drawn(keys: list[str], share: float, seed: str) -> list[str]:
 
 def equivalents() -> dict[str, str]:
     """Key of a mutant -> why no test can find it."""
-    lines = EQUIVALENT.read_text(encoding="utf-8").splitlines()
-    rows = [line.rpartition(" | ") for line in lines if line and line[0] != "#"]
-    return {key: reason for key, _, reason in rows}
-
-
-def copy_tree(folder: Path) -> None:
-    """Copies what git knows or would add."""
-    command = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
-    listed = subprocess.run(command, cwd=PROJECT, capture_output=True, check=True).stdout
-    for name in filter(None, listed.decode().split("\0")):
-        if (PROJECT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(PROJECT / name, folder / name)
-
-
-def import_heavy() -> None:
-    """Imports what all forks need, and none of the project's own modules."""
-    import peft  # noqa: F401
-    import pytest  # noqa: F401
-    import scipy.stats  # noqa: F401
-    import torch  # noqa: F401
-    import transformers  # noqa: F401
-    from vllm import AsyncLLMEngine  # noqa: F401
+    lines = EQUIVALENT.read_text(encoding="utf-8").splitlines()[1:]
+    return {key: reason for key, _, reason in (line.rpartition(" | ") for line in lines)}
 
 
 def run_tests(folder: Path, options: list[str], log: Path) -> None:
@@ -205,7 +183,7 @@ def run_tests(folder: Path, options: list[str], log: Path) -> None:
     os.chdir(folder)
     for name, module in list(sys.modules.items()):
         file = str(getattr(module, "__file__", None) or "")
-        if file.startswith(f"{PROJECT}/") and ".venv" not in file:
+        if file.startswith(f"{PROJECT}/") and ".venv" not in file and name != "__main__":
             del sys.modules[name]
     sys.path[:] = [p for p in sys.path if Path(p).resolve() not in (PROJECT, PROJECT / "tests")]
     sys.path.insert(0, str(folder / "tests"))
@@ -283,7 +261,7 @@ def run_file(file: str, chosen: list[str]) -> dict[str, str]:
     texts = {key: ast.unparse(tree) for key, tree in mutants_of(file) if key in waiting}
     with tempfile.TemporaryDirectory(prefix="mutants-") as place:
         folder, log = Path(place, "tree"), Path(place, "log.txt")
-        copy_tree(folder)
+        subprocess.run(["bash", "-c", COPY, folder], cwd=PROJECT)
         groups = timed_groups(folder, file, log) if waiting else []
         for number, key in enumerate(waiting, 1):
             (folder / file).write_text(texts[key])
@@ -301,17 +279,16 @@ def mutants(args):
     """Section of tests/bench: a row for each file, and the survivors on the terminal."""
     keys = {file: [key for key, _ in mutants_of(file)] for file in TESTED_BY}
     share = args.count / sum(map(len, keys.values()))
-    import_heavy()
+    for name in HEAVY:  # what all forks need, and none of the project's own modules
+        import_module(name)
     table = []
-    count = killed = 0
+    total = Counter()
     for file in args.only.split(",") if args.only else TESTED_BY:
         found = run_file(file, drawn(keys[file], share, args.seeds.split(",")[0]))
-        survivors = [key for key, killed_by in found.items() if not killed_by]
-        real = sum(killed_by != "equivalent" for killed_by in found.values())
-        count += real
-        killed += real - len(survivors)
-        table.append(
-            (file, f"{real - len(survivors)} of {real}", f"{len(found) - real} equivalent")
-        )
-        print("\n".join(f"survivor {key}" for key in survivors))
-    return f"{count} mutants, {killed} killed ({killed / max(1, count):.0%})", table
+        print("\n".join(f"survivor {key}" for key in found if not found[key]))
+        equivalent = sum(killed_by == "equivalent" for killed_by in found.values())
+        killed = sum(map(bool, found.values())) - equivalent
+        real = len(found) - equivalent
+        total += Counter(killed=killed, real=real)
+        table.append((file, f"{killed} of {real}", f"{equivalent} equivalent"))
+    return f"{total['killed']} of {total['real']} mutants are killed", table
