@@ -368,7 +368,7 @@ def test_runs_that_differ_by_their_seed_are_one_row_whose_error_is_over_the_runs
 
 def test_a_table_fits_into_the_terminal_and_names_the_columns_that_it_lost(monkeypatch):
     row = {"run": "a-run", "N": 1, "value": "+0.5000", "seconds": "1.0", "differs in": "x" * 40}
-    for columns, lost in ((30, "seconds, N"), (40, "seconds"), (200, "")):
+    for columns, lost in ((30, "seconds, N, value"), (40, "seconds"), (200, "")):
         monkeypatch.setenv("COLUMNS", str(columns))
         *lines, last = tables.aligned([row, row]).splitlines()
         assert last.endswith(lost)

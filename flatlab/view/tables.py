@@ -331,13 +331,13 @@ differs in: settings that at most half of the rows have, @ digests of prompts, t
     values on two versions of a task cannot be compared"""
 
 
-def table(runs: list[RunData]) -> str:
+def table(runs: list[RunData], limit: int | None = None) -> str:
     """Text of `python viz.py logs/*`: a table per kind of run and task, then what it means."""
     parts = []
     for (kind, task), groups in groups_of(runs).items():
         text = "An imitation has no value: evaluate its adapter to compare it."
         if kind != "imitation":
-            text = aligned(rows_of(groups))
+            text = aligned(rows_of(groups), limit)
         parts.append(f"{task}, {kind}\n{text}")
     return "\n\n".join([*parts, "\n".join([LEGEND, *notes(runs)])])
 
@@ -420,7 +420,7 @@ def values_of(group: RunGroup) -> dict:
     return {seed: result["value_mean"] for seed, result in seeds if result["values"]}
 
 
-def aligned(rows: list[dict]) -> str:
+def aligned(rows: list[dict], limit: int | None = None) -> str:
     """Rows of texts and numbers as lines of equal width, all columns aligned to the left; without
     columns in which nothing is said.
     """
@@ -430,13 +430,13 @@ def aligned(rows: list[dict]) -> str:
         if {*texts} - {"", "-"}:
             width = max(map(len, [key, *texts]))
             columns.append([text.ljust(width) for text in [key, *texts]])
-    return "\n".join(fitted(columns))
+    return "\n".join(fitted(columns, limit))
 
 
 # ------------------------------------------------------------------ at the end
 
 
-def final_table(result: dict) -> str:
+def final_table(result: dict, limit: int | None = None) -> str:
     """The comparison at the end of a training run, or the tasks of an evaluation of several; "" for
     other runs. result: of result.json.
     """
@@ -465,7 +465,7 @@ def final_table(result: dict) -> str:
     lines = [
         f"{final['split']} part, {final['n']} fresh seeds that were never used for selection, the "
         "same ones for every adapter",
-        aligned(rows),
+        aligned(rows, limit),
         *marks,
     ]
     if "test_value_mean" in best:

@@ -2,7 +2,7 @@
 
 import shutil
 
-# Titles of columns that a narrow terminal loses, in this order
+# Titles of columns that a narrow terminal loses, in this order; then the last ones but one go
 SPARE = (
     "seed|rows ±|seconds_env|seconds|tokens|loss on|best of 8|pairs|of|faults|from|turns|N|exact|"
     "best submission|place|best attempt|valid|better|baseline|reference"
@@ -10,15 +10,16 @@ SPARE = (
 LEAST = 20  # characters that stay of the last column, which often is a long text
 
 
-def fitted(columns: list[list[str]]) -> list[str]:
-    """The lines of a table as wide as the terminal at most, and one that names the columns that are
-    left out. Into a file or a pipe all of them fit.
+def fitted(columns: list[list[str]], limit: int | None = None) -> list[str]:
+    """The lines of a table as wide as the limit at most, and one that names the columns that are
+    left out. None: the width of the terminal; into a file or a pipe all columns fit.
 
     columns: texts of equal length, the title first.
     """
-    limit = shutil.get_terminal_size((10**6, 0)).columns
+    limit = limit or shutil.get_terminal_size((10**6, 0)).columns
     lost = []
-    for title in SPARE:
+    middle = [column[0].rstrip() for column in columns[-2:0:-1]]
+    for title in [*SPARE, *middle]:
         width = sum(len(column[0]) + 2 for column in columns[:-1]) + LEAST
         kept = [column for column in columns if column[0].rstrip() != title]
         if width > limit and len(kept) < len(columns):
