@@ -16,6 +16,7 @@ import sft
 from examples import ppo
 from flatlab.files import read_mapping, read_rows, save_tensors
 from flatlab.model.chat import ChatTokens
+from flatlab.model.path import resolve_model
 from flatlab.options import EpisodeOptions
 from flatlab.runs import start, store
 from flatlab.suites.attempts import read_suite
@@ -64,6 +65,9 @@ def stored(tmp_path):
         return str(tmp_path / "a")
 
     return stored
+
+
+OTHER = transcript(0.79, turn("b"))
 
 
 def chosen_replies(where, share):
@@ -120,6 +124,21 @@ def test_nothing_to_imitate_is_one_sentence(policy, stored, imitate, monkeypatch
     monkeypatch.setattr(policy, "context", 8)
     with user_error("--runs: no episode fits into --context 8"):
         imitate("b", transcript(0.78, turn("a")))
+
+
+def test_the_episodes_that_are_imitated_are_those_of_the_start(stored, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = resolve_model("tiny")
+    for change in (lambda run: (run / "result.json").unlink(), lambda run: stored(OTHER)):
+        cfg = configure(SFT, name="x", runs=(stored(transcript(0.78, turn("a"))),))
+        run, _ = sft.open_run(cfg, model, [TASK])
+        run.log({"step": 0})
+        (run.dir / "checkpoints/000000").mkdir()
+        run.lock.close()
+        change(run.dir)
+        with user_error("x/result.json names other episodes .*choose another --name"):
+            sft.open_run(cfg, model, [TASK])
+        shutil.rmtree(run.dir)
 
 
 def test_only_replies_that_were_complete_and_run_are_imitated(policy):
