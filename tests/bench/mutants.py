@@ -41,7 +41,7 @@ TESTED_BY = {
     "flatlab/model/packing.py": {"policy": PACKED, "families": ""},
     "flatlab/model/lora_sync.py": {"policy": ADAPTED, "families": "", "model": ""},
     "flatlab/world/blocks.py": {"env": "accepted or rejected or heredoc or bash or hand"},
-    "flatlab/runs/store.py": {"runs": RUN},
+    "flatlab/runs/store.py": {"runs": RUN, "grpo": "travel"},
 }
 # Of grpo.py only what computes: not its start, not the loop, not what needs an engine
 SKIPPED = """Config play_groups evaluate judge train main begin finish check
