@@ -251,6 +251,9 @@ def test_another_task_or_model_and_a_run_without_digests_are_refused(begun):
     config.write_text(config.read_text().partition("fingerprint:")[0])
     with user_error("another version of the prompts and the task and the model"):
         opened(begun)
+    config.write_text(f"{config.read_text()}fingerprint: a")
+    with user_error("config.yaml is damaged: it ends too early"):
+        opened(begun)
 
 
 def test_a_renamed_or_copied_run_goes_on(begun):
@@ -357,6 +360,7 @@ def test_checkpoint_appears_whole_and_old_ones_go(tmp_path):
     for step in range(4):
         with run.checkpoint(step):
             pass
+    (tmp_path / "checkpoints/of_a_user").mkdir()
     with pytest.raises(RuntimeError), run.checkpoint(4):
         raise RuntimeError
     assert [step for step, _ in run.checkpoints()] == [2, 3]
