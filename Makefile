@@ -26,7 +26,7 @@ ANSWERS := import urllib.request; urllib.request.urlopen("$(CPU_WHEELS)/torch/",
 IMPORTS := from transformers import Qwen3ForCausalLM; from vllm import LLM; \
     import ctypes, docker, matplotlib, numpy, openai, pandas, peft, pydantic, pytest, scipy, sklearn, torch, tyro, yaml; \
     $(if $(filter cpu,$(DEVICE)),ctypes.CDLL("libnuma.so.1"); \
-    import policy; policy.Policy(policy.resolve_model("tiny")))
+    import policy; from flatlab.model.path import resolve_model; policy.Policy(resolve_model("tiny")))
 
 # A line every 10 s for steps that are silent for long; it ends with the shell that started it.
 HEARTBEAT := ( while sleep 10 >/dev/null 2>&1 && kill -0 $$$$ 2>/dev/null; do echo "    still working ($$SECONDS s)"; done ) & \

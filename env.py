@@ -29,7 +29,7 @@ from flatlab.sandbox.client import Sandbox, pick_backend, readable
 from flatlab.task.definition import Task
 from flatlab.task.grading import Score, given_work, grade, read_artefacts
 from flatlab.task.machine import open_sandbox, resolve_backend
-from flatlab.task.sanity import check_grader
+from flatlab.task.sanity import check_grader, warning
 from flatlab.world import prompts
 from flatlab.world.blocks import find_bash, find_blocks
 from flatlab.world.episode import act_bash, in_thread, score_sentence
@@ -202,33 +202,40 @@ class Env(AbstractContextManager, AbstractAsyncContextManager):
 def open_tasks(
     options: TaskOptions,
     sandbox: SandboxOptions,
-    model_is_tiny: bool = False,
+    stand_in: bool = False,
     left_out: dict | None = None,
     roots: dict | None = None,
-) -> tuple[list[Task], str]:
-    """Loads the tasks and decides on the kind of their sandboxes, which `sandbox` then names.
+) -> list[Task]:
+    """Loads the tasks, decides on the kind of their sandboxes, which `sandbox` then names, prints
+    both and tries the graders.
 
-    Returns the tasks and a sentence about that choice. Raises UserError if a task does not exist,
-    needs something that its sandbox lacks, or has a broken grader. With `left_out`, such tasks are
-    left out if they exist, and their reasons stand there by name. roots: arguments of load_task.
+    Raises UserError if a task does not exist, needs something that its sandbox lacks, or has a
+    broken grader. With `left_out`, such tasks are left out if they exist, and their reasons stand
+    there by name. roots: arguments of load_task.
     """
     find_bash()
-    tasks, why = [], ""
+    tasks, said = [], ""
     for name in options.task:
         try:
             task = load_task(name, **roots or {})
+            print(f"task     {task.outline}")
             image = task.image or sandbox.image
-            sandbox.backend, reason = pick_backend(sandbox.backend, image, model_is_tiny)
-            why = why or reason
+            sandbox.backend, why = pick_backend(sandbox.backend, image, stand_in)
+            if not said:
+                said = why
+                print(f"sandbox  {why}", flush=True)
             check_grader(task, partial(open_sandbox, task, resolve_backend(task, sandbox)))
             tasks.append(task)
         except UserError as error:
             if left_out is None or isinstance(error, UnknownTask):
                 raise
             left_out[name] = str(error)
+            print(f"left out {name}: {error}")
     if not tasks:
         raise UserError(f"None of these tasks can be played here. {' '.join(left_out.values())}")
-    return tasks, why
+    if text := warning(tasks):
+        print(f"warning  a score says little on {text}")
+    return tasks
 
 
 def digests(tasks: list[Task], episode: EpisodeOptions) -> list[str]:
@@ -277,10 +284,10 @@ def by_hand(
         prompts: File of the texts that an agent reads; default: configs/prompts/agent.yaml.
         sandbox: The kind of sandbox and what it offers.
     """
-    tasks, why = open_tasks(TaskOptions((task,)), sandbox, True)
-    with Env(tasks[0], sandbox) as env:
+    [task] = open_tasks(TaskOptions((task,)), sandbox, True)
+    with Env(task, sandbox) as env:
         prompt = env.reset(EpisodeOptions(prompts=prompts))
-        print(f"[sandbox: {why}]\n\n{HOW_TO_PLAY}\n{prompt}\n")
+        print(f"\n{HOW_TO_PLAY}\n{prompt}\n")
         ended = ""
         while not ended:
             try:

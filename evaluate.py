@@ -3,7 +3,7 @@
     python evaluate.py --task titanic                                          the stand-in model
     python evaluate.py --task titanic --model logs/grpo-titanic-tiny-0/best    a trained adapter
     python evaluate.py --task titanic --url http://localhost:8000/v1 --model Qwen/Qwen3-8B
-    python evaluate.py --suite builtin --model tiny --model logs/my-run/best   a suite, two models
+    python evaluate.py --suite builtin --model tiny logs/my-run/best   a suite, two models
     python viz.py logs/evaluate-*                                              compare them
 
 The same command again resumes an evaluation. Every episode has a sandbox of its own and a seed that
@@ -16,18 +16,20 @@ are left out. Several models are evaluated one after the other, each in a run of
 """
 
 import asyncio
+import copy
 import sys
 import time
-from argparse import ArgumentParser
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import env
 from flatlab import options
 from flatlab.errors import UserError
 from flatlab.files import read_rows
+from flatlab.model.path import model_name
 from flatlab.numbers import value_text
-from flatlab.runs import cli, store
+from flatlab.runs import cli, start
 from flatlab.suites.attempts import read_suite
 from flatlab.suites.report import report
 from flatlab.task.builtin import validated
@@ -35,15 +37,22 @@ from flatlab.train import checkpoint, metrics
 from flatlab.train.batch import Group
 from flatlab.view import console
 from flatlab.view.reader import read_run
-from flatlab.world.episode import Episode, run_episode
-from policy import choose_models, model_name, open_engine
+from flatlab.world.episode import Episode, run_episode, stop_after_faults
+from policy import open_engine
 
 FIRST_SEED = -(10**12)  # of the episodes with --seed 0; those of training are never that low
 
 
 @dataclass
+class ModelOptions(options.ModelOptions):
+    # Hugging Face names, folders, logs/<run>/best, or tiny (the stand-in): one after the other;
+    # default: Qwen3-4B with a GPU, else tiny
+    model: tuple[str, ...] = ()
+
+
+@dataclass
 class Config:
-    """None stands for the default that the comment names; 0 is zero."""
+    """An option that is None gets its default from DERIVED, or the comment names it; 0 is zero."""
 
     # run directory logs/<name>, with several seeds logs/<name>-<seed>; default:
     # <script>-<task>-<model>-<seed>
@@ -57,10 +66,11 @@ class Config:
     url: str | None = None
 
     tasks: options.TaskOptions = field(default_factory=options.TaskOptions)
-    model: options.ModelOptions = field(default_factory=options.ModelOptions)
+    model: ModelOptions = field(default_factory=ModelOptions)
     sandbox: options.SandboxOptions = field(default_factory=options.SandboxOptions)
     episode: options.EpisodeOptions = field(default_factory=options.EpisodeOptions)
 
+    DERIVED = options.DERIVED
     RESUMABLE = options.RESUMABLE | {"attempts", "episodes", "concurrency", "url"}
     BOUNDS = options.BOUNDS | dict.fromkeys(("attempts", "episodes", "concurrency"), options.COUNT)
 
@@ -69,7 +79,7 @@ async def evaluate(policy, tasks: list, numbers: list[int], cfg: Config, run) ->
     """Plays the episodes of these numbers that are not stored yet, and records each as it ends."""
     slots = asyncio.Semaphore(cfg.concurrency)
     played = stored_episodes(run, tasks)
-    start = time.monotonic()
+    begun = time.monotonic()
     before = len(played)
     earlier = run.result.get("seconds", 0)
 
@@ -87,17 +97,13 @@ async def evaluate(policy, tasks: list, numbers: list[int], cfg: Config, run) ->
         group = Group(number, task, [episode], [])
         played[number] = group
         checkpoint.save_groups(run, number, [group])
-        spent = time.monotonic() - start
+        spent = time.monotonic() - begun
         statuses = [group.episodes[0].status for group in played.values()]
         if {*statuses} != {"fault"}:
             run.update_result(**results(played, tasks), seconds=earlier + spent)
         left = spent / (len(played) - before) * (len(numbers) - len(played))
         console.episode_made(group, len(played), len(numbers), left)
-        if statuses[-3:] == ["fault"] * 3:
-            raise UserError(
-                "Three sandboxes in a row broke, so the evaluation stops. Run the same command "
-                f"again to continue. The last one: {episode.fault}"
-            )
+        stop_after_faults(statuses, episode.fault)
 
     async with asyncio.TaskGroup() as together:
         for number in numbers:
@@ -166,87 +172,97 @@ def leave_out_long(policy, tasks: list, cfg: Config, left_out: dict) -> None:
                 print(f"left out {task.name}: {error}")
 
 
-def seeds_of(cfg: Config, model: str | None, models: int, part: str) -> list[tuple]:
-    """The config of each seed, with the name of its run, and the path of the model. models: their
-    number. part: name of the suite, and of its tasks if it is not the whole suite.
+def run_name(cfg: Config, seed: int, part: str, models: int) -> str:
+    """Name of the run of a seed; with a suite, or a name and several models, it ends with the
+    model. part: name of the suite, and of its tasks if it is not the whole suite.
     """
-    configs = options.each_seed(cfg)
-    for own in configs:
-        own.model.model = model
-        if cfg.suite:
-            own.name = own.name or f"{SCRIPT}-{part}-{own.seed}"
-        if cfg.suite or own.name and models > 1:
-            own.name += f"/{model_name(own)}"
-    return list(zip(configs, choose_models(SCRIPT, configs)))
+    name = start.run_name(cfg, seed, SCRIPT)
+    if cfg.suite and not cfg.name:
+        name = f"{SCRIPT}-{part}-{seed}"
+    if cfg.suite or cfg.name and models > 1:
+        name += f"/{model_name(cfg)}"
+    return name
 
 
-def evaluate_model(cfg: Config, path, policy, roots: dict):
-    """Makes or resumes the run of a seed. path: of the model; None for an endpoint. policy: the
-    engine of an earlier seed, or None. roots: see read_suite. Returns the directory and the engine.
+def each_model(cfg: Config, part: str) -> list[tuple]:
+    """The configs of the seeds of each --model, and its ModelPath; None for an endpoint. part: see
+    run_name.
     """
-    is_tiny = bool(path and path.is_tiny)
+    plans = []
+    names = cfg.model.model or (None,)
+    for name in names:
+        one = copy.deepcopy(cfg)
+        one.model.model = name
+        name_of = partial(run_name, part=part, models=len(names))
+        plans.append(start.each_seed(one, name_of))
+    runs = {one.name for seeds, _ in plans for one in seeds}
+    if len(runs) < len(names) * len(cfg.seed):
+        raise UserError("Two models have the same name: give each a command and a --name.")
+    return plans
+
+
+def evaluate_model(seeds: list[Config], model, roots: dict | None) -> list[Path]:
+    """Makes or resumes the run of each seed. Returns their directories. model: a ModelPath; None
+    for an endpoint. roots: see read_suite; None without a suite.
+    """
+    first = seeds[0]
+    console.model_line(first, model)
     left_out = {}
-    may_lack = left_out if cfg.suite else None
-    tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, is_tiny, may_lack, roots)
-    for name, reason in left_out.items():
-        print(f"left out {name}: {reason}")
-    cfg.tasks.task = tuple(name for name in cfg.tasks.task if name not in left_out)
-    if cfg.attempts:
-        cfg.episodes = cfg.attempts * len(tasks)
-    digests = env.digests(tasks, cfg.episode)
-    run = store.begin_run(cfg, digests, path, lambda run: is_finished(run, tasks, cfg))
-    if not run.finished:
-        with store.recorded_end([run], run.dir):
-            first = metrics.first_results(tasks, "evaluation")
-            run.update_result(
-                **first | {"selected_on_test": False, "split": metrics.split_of(tasks)},
-                larger_is_better={task.name: task.higher_is_better for task in tasks},
-                left_out=left_out,
-            )
-            console.print_facts(cfg, tasks, path, why)
-            most = cfg.episodes * cfg.episode.max_turns
-            tokens = most * cfg.episode.max_reply_tokens
-            print(f"plan     {cfg.episodes} episodes, at most {most} replies and {tokens} tokens")
-            if cfg.url or not policy:  # connections of an endpoint are of one event loop
-                policy = open_engine(cfg, path, cfg.seed, cfg.concurrency)
-            if cfg.suite:
-                leave_out_long(policy, tasks, cfg, left_out)
-                run.update_result(left_out=left_out)
-            numbers = numbers_of(tasks, cfg, left_out)
-            asyncio.run(evaluate(policy, tasks, numbers, cfg, run))
-    console.outcome(run.dir)
-    return run.dir, policy
+    may_lack = None if roots is None else left_out
+    stand_in = bool(model and model.stand_in)
+    tasks = env.open_tasks(first.tasks, first.sandbox, stand_in, may_lack, roots)
+    first.tasks.task = tuple(task.name for task in tasks)  # of all seeds
+    directories = []
+    policy = None  # one engine for all seeds
+    for cfg in seeds:
+        if cfg.attempts:
+            cfg.episodes = cfg.attempts * len(tasks)
+        digests = env.digests(tasks, cfg.episode)
+        run = start.open_run(cfg, digests, model, partial(is_finished, tasks=tasks, cfg=cfg))
+        if not run.finished:
+            with start.recorded([run], first_results(tasks, left_out)):
+                most = cfg.episodes * cfg.episode.max_turns
+                tokens = most * cfg.episode.max_reply_tokens
+                print(f"plan     {cfg.episodes} episodes, at most {most} replies, {tokens} tokens")
+                if cfg.url or not policy:  # connections of an endpoint are of one event loop
+                    policy = open_engine(cfg, model, cfg.seed, cfg.concurrency)
+                if cfg.suite:
+                    leave_out_long(policy, tasks, cfg, left_out)
+                    run.update_result(left_out=left_out)
+                numbers = numbers_of(tasks, cfg, left_out)
+                asyncio.run(evaluate(policy, tasks, numbers, cfg, run))
+        console.outcome(run.dir)
+        directories.append(run.dir)
+    if policy and model:
+        policy.close()
+    return directories
+
+
+def first_results(tasks: list, left_out: dict) -> dict:
+    """The first content of result.json. left_out: name of a task -> why it is not played."""
+    return metrics.first_results(tasks, "evaluation") | {
+        "selected_on_test": False,
+        "split": metrics.split_of(tasks),
+        "larger_is_better": {task.name: task.higher_is_better for task in tasks},
+        "left_out": left_out,
+    }
 
 
 def main() -> None:
     argv = sys.argv[1:]
     cfg = cli.parse_config(Config, argv)
-    part, roots = "", {}
+    suite, part = {"roots": None}, ""
     if cfg.suite:
-        given = read_suite(cfg.suite)
-        cfg = cli.parse_config(Config, argv, given["settings"])
-        roots = given["roots"]
+        suite = read_suite(cfg.suite)
+        cfg = cli.parse_config(Config, argv, suite["settings"])
         part = Path(cfg.suite).stem
-        if [*cfg.tasks.task] != given["settings"].get("task"):
+        if [*cfg.tasks.task] != suite["settings"].get("task"):
             part += f"-{value_text(cfg.tasks.task)[:100]}"
-    options.check_values(cfg)
-    parser = ArgumentParser(add_help=False)  # tyro keeps the last --model only
-    parser.add_argument("--model", action="append")
-    models = parser.parse_known_args(argv)[0].model or [cfg.model.model]
-    plans = [seeds_of(cfg, model, len(models), part) for model in models]
-    names = {own.name for plan in plans for own, _ in plan}
-    if len(names) < len(models) * len(cfg.seed):
-        raise UserError("Two models have the same name: give each a command and a --name.")
     directories = []
-    for plan in plans:
-        policy = None  # one engine for all seeds of a model
-        for own, path in plan:
-            where, policy = evaluate_model(own, path, policy, roots)
-            directories.append(where)
-        if policy and path:
-            policy.close()
+    for seeds, model in each_model(cfg, part):
+        directories += evaluate_model(seeds, model, suite["roots"])
     if cfg.suite:
-        print(report(given, [read_run(where) for where in directories]))
+        print(report(suite, [read_run(where) for where in directories]))
     elif len(directories) > 1:
         console.outcome(*directories)
 

@@ -35,6 +35,7 @@ Letters: P groups, G episodes each, N trained tokens of a micro-batch.
 import asyncio
 import functools
 import itertools
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -46,7 +47,7 @@ from typing import Literal
 import env
 from flatlab import options, threads
 from flatlab.errors import UserError, finite, finite_list
-from flatlab.runs import cli, store
+from flatlab.runs import cli, start
 from flatlab.task.value import summary_text
 from flatlab.train import checkpoint, metrics
 from flatlab.train.batch import (
@@ -64,7 +65,7 @@ from flatlab.train.batch import (
 from flatlab.train.job import Slots, TrainingRun, in_trainer, join, stop_if_interrupted
 from flatlab.view import console
 from flatlab.world.episode import play, run_episode
-from policy import Policy, choose_models, lora_settings
+from policy import Policy, lora_settings
 
 # ================================== the idea: edit here ==================================
 
@@ -273,7 +274,7 @@ LOSSES = {
 
 @dataclass
 class Config:
-    """None stands for the default that the comment names; 0 is zero."""
+    """An option that is None gets its default from DERIVED, or the comment names it; 0 is zero."""
 
     # run directory logs/<name>, with several seeds logs/<name>-<seed>; default:
     # <script>-<task>-<model>-<seed>
@@ -285,12 +286,12 @@ class Config:
     steps: int = 30
 
     groups: int = 4  # P: groups per step
-    # upper bound on the groups per step, when groups with equal rewards are replaced; default: 2 P
+    # upper bound on the groups per step, when groups with equal rewards are replaced: 2 P
     max_groups: int | None = None
     # G: episodes per group, compared with each other
     group_size: int = 8
     ahead: int = 0  # steps sampled ahead of the update; bounds the lag of an episode's first token
-    # episodes in flight at once in each process; default: 32 for each of the 1 + ahead steps
+    # episodes in flight at once in each process: 32 for each of the 1 + ahead steps
     concurrency: int | None = None
 
     reward: Literal[*REWARDS] = "continuous"  # function of the improvement over the baseline
@@ -303,8 +304,8 @@ class Config:
     clip_high: float = field(init=False)
     kl: float = 0.05  # weight of the KL to the policy before the first step
 
-    lr: float | None = None  # learning rate of AdamW; default: 2e-5, stand-in 1e-3
-    # rank of the LoRA matrices; default: 16, or that of --model's adapter. Alpha is twice the rank
+    lr: float | None = None  # learning rate of AdamW
+    # rank of the LoRA matrices, that of --model's adapter if there is one. Alpha is twice the rank
     lora_rank: int | None = None
 
     # tokens per training pass; default: what fits into the memory, at most 8192
@@ -322,6 +323,12 @@ class Config:
     # other places that get the rows; WANDB_MODE=offline needs no account
     trackers: options.Trackers = ()
 
+    DERIVED = options.DERIVED | {
+        "lora_rank": lambda cfg, model: lora_settings(model)["r"],
+        "lr": lambda cfg, model: 1e-3 if model.stand_in else 2e-5,
+        "max_groups": lambda cfg, model: 2 * cfg.groups,
+        "concurrency": lambda cfg, model: 32 * (1 + cfg.ahead),
+    }
     RESUMABLE = options.RESUMABLE | {"steps", "concurrency", "micro_tokens"}
     BOUNDS = options.BOUNDS | {
         "groups": options.COUNT,
@@ -585,6 +592,8 @@ async def train(policy, cfg: Config, job, update=update, play=play) -> None:
 
 async def begin(policy, optimizer, cfg: Config, job) -> list[dict]:
     """Resumes the run, or evaluates what training starts from. Returns the rows that are there."""
+    cfg.micro_tokens = policy.fit_micro_tokens(cfg.micro_tokens, job.ranks.world)
+    job.say(f"memory   a training pass takes up to {cfg.micro_tokens} tokens")
     if cfg.ahead:
         await in_trainer(threads.use_all, policy.decode_threads)  # the engine keeps its own
     resume = functools.partial(checkpoint.resume, compared=("untrained", "best"))
@@ -632,12 +641,12 @@ async def finish(policy, cfg: Config, job) -> None:
 SCRIPT = Path(__file__).stem  # a copy of this file makes runs of its own
 
 
-def check_config(cfg: Config) -> None:
-    """Raises UserError for settings that are wrong."""
-    options.check_values(cfg)
+def check(cfg: Config, model) -> None:
+    """Raises UserError for settings that are wrong. model: a ModelPath."""
+    lora_settings(model, cfg.lora_rank)
     if cfg.eval_episodes == 1:
         raise UserError("--eval-episodes must be 0 or at least 2: one has no standard error.")
-    if cfg.max_groups is not None and cfg.max_groups < cfg.groups:
+    if cfg.max_groups < cfg.groups:
         raise UserError(f"--max-groups {cfg.max_groups} is less than --groups {cfg.groups}.")
     if cfg.ahead and not LOSSES[cfg.loss].supports_off_policy:
         raise UserError(
@@ -646,72 +655,59 @@ def check_config(cfg: Config) -> None:
         )
 
 
-def prepare(cfg: Config, path, ranks) -> TrainingRun:
-    """Completes the config of a seed and opens the run directory. path: of the model. Raises
-    UserError for whatever is wrong, before the model loads.
-    """
-    tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, path.is_tiny)
-    derived = {
-        "lora_rank": lora_settings(path, cfg.lora_rank)["r"],
-        "lr": 1e-3 if path.is_tiny else 2e-5,
-        "max_groups": 2 * cfg.groups,
-        "concurrency": 32 * (1 + cfg.ahead),
-    }
-    options.set_defaults(cfg, derived)
-    job = TrainingRun(ranks, tasks, why)
-    if ranks.rank == 0:
-        digests = env.digests(tasks, cfg.episode)
-        job.run = store.begin_run(
-            cfg,
-            digests,
-            path,
-            lambda run: checkpoint.is_finished(run, cfg.steps, cfg.eval_episodes),
-        )
-    return job
-
-
 def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train) -> None:
-    cfg = cli.parse_config(config_class, sys.argv[1:])
-    check_config(cfg)
     # The timeout covers waiting for the slowest rank; a rank that died is noticed at once.
     ranks = join(timeout=24 * 3600)
-    configs = options.each_seed(cfg)
-    paths = choose_models(script, configs)
-    jobs = [prepare(own, path, ranks) for own, path in zip(configs, paths)]
+    seeds, model = start.configs(config_class, script, check)
+    console.model_line(seeds[0], model)
+    tasks = env.open_tasks(seeds[0].tasks, seeds[0].sandbox, model.stand_in)
+    jobs = [open_job(cfg, model, tasks, ranks) for cfg in seeds]
     policy = None  # one engine for all of them
-    for own, path, job in zip(configs, paths, jobs):
-        run = job.run
-        if not ranks.first(bool(run and run.finished)):
-            where = f"logs/{own.name} after its last whole step"
-            with store.recorded_end([run] if run else [], where):
-                if run:
-                    run.update_result(**metrics.first_results(job.tasks, "training"))
-                    console.banner(own, job.tasks, path, job.sandbox, run)
-                policy = policy or load_policy(policy_class, own, path, job)
-                policy.reset(own.seed)
-                own.micro_tokens = policy.fit_micro_tokens(own.micro_tokens, ranks.world)
-                job.say(f"memory   a training pass takes up to {own.micro_tokens} tokens")
-                asyncio.run(train(policy, own, job))
-        if run:
-            console.farewell(run)
-    runs = [job.run for job in jobs if job.run]
-    with_steps = [run.dir for run in runs if run.rows()]
-    if len(with_steps) > 1:
-        console.outcome(*with_steps)
-    stopped = [text for run in runs if (text := run.result["status"]).startswith("stopped: ")]
-    if stopped and ranks.world == 1:
-        sys.exit("\n".join(stopped))  # not with torchrun, which would restart a job that failed
+    for cfg, job in zip(seeds, jobs):
+        if not job.finished:
+            with start.recorded([job.run], metrics.first_results(tasks, "training")):
+                if job.run:
+                    console.banner(cfg, job.run)
+                policy = policy or load_policy(policy_class, cfg, model, job)
+                policy.reset(cfg.seed)
+                asyncio.run(train(policy, cfg, job))
+        if job.run:
+            console.farewell(job.run)
+    end([job.run for job in jobs if job.run])
 
 
-def load_policy(policy_class, cfg: Config, path, job) -> Policy:
+def open_job(cfg: Config, model, tasks: list, ranks) -> TrainingRun:
+    """Opens the run of a seed; only rank 0 has one."""
+    run = None
+    if ranks.rank == 0:
+        digests = env.digests(tasks, cfg.episode)
+        limits = {"steps": cfg.steps, "n": cfg.eval_episodes}
+        is_finished = functools.partial(checkpoint.is_finished, **limits)
+        run = start.open_run(cfg, digests, model, is_finished)
+    finished = ranks.first(bool(run and run.finished))
+    return TrainingRun(ranks, tasks, run=run, finished=finished)
+
+
+def load_policy(policy_class, cfg: Config, model, job) -> Policy:
     """Starts the engine and loads the model."""
     job.say("engine   is starting")
-    policy = policy_class(path, cfg.model, cfg.seed, cfg.concurrency, cfg.lora_rank)
+    policy = policy_class(model, cfg.model, cfg.seed, cfg.concurrency, cfg.lora_rank)
     if policy.device == "cuda" and not policy.uses_varlen:
         job.say("attention is computed sequence by sequence: see has_varlen in model/packing.py")
     if policy.adapts_attention_only:
         job.say("adapter  is on the attention layers alone: the experts are not trained")
     return policy
+
+
+def end(runs: list) -> None:
+    """Compares several seeds. A run that a collapse stopped ends the program with exit code 1."""
+    with_steps = [run.dir for run in runs if run.rows()]
+    if len(with_steps) > 1:
+        console.outcome(*with_steps)
+    statuses = [run.result["status"] for run in runs]
+    stopped = [status for status in statuses if status.startswith("stopped: ")]
+    if stopped and "WORLD_SIZE" not in os.environ:
+        sys.exit("\n".join(stopped))  # torchrun would restart a job that failed
 
 
 if __name__ == "__main__":

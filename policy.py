@@ -25,28 +25,23 @@ import contextlib
 import itertools
 import logging
 import os
-import re
 import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
 
-from flatlab import options
 from flatlab.errors import UserError
 from flatlab.model import endpoint, memory
-from flatlab.model.adapter import ADAPTER_FILE, read_settings, read_tensors
+from flatlab.model.adapter import ADAPTER_FILE, read_tensors
 from flatlab.model.chat import ChatTokens, Sample
-from flatlab.model.loading import check_model, count_weights, loading, phases
-from flatlab.numbers import value_text
+from flatlab.model.loading import count_weights, loading, phases
+from flatlab.model.path import ModelPath
 from flatlab.options import ModelOptions
-from flatlab.runs import store
 
 # Below this number of parameters, on a CPU, a decoding step of the engine is faster on one thread:
 # waking a second one for each operation costs more than it saves.
 ONE_THREAD = 5_000_000
-FOLDER = re.compile(r"[/.~]|logs/|.+/.*/")  # names that are none of the Hugging Face hub
-TINY = Path(__file__).resolve().parent / "configs" / "tiny"  # the stand-in model
 
 
 @dataclass(frozen=True)
@@ -61,61 +56,6 @@ class Agreement:
         return f"log-probs differ by {self.mean:.1g} nats on average, at most {self.largest:.1g}"
 
 
-@dataclass(frozen=True)
-class ModelPath:
-    base: str  # folder or Hugging Face name of the causal LM
-    adapter: str | None  # folder of a trained LoRA adapter (`logs/<run>/best`), or None
-    is_tiny: bool  # the stand-in model, which its config says
-    positions: int | None = None  # upper bound on the context; None: the model has none
-    lora: dict | None = None  # r, lora_alpha and target_modules of the adapter
-
-
-def default_model() -> str:
-    """A real instruct model if there is a GPU, else the stand-in."""
-    import torch
-
-    return "Qwen/Qwen3-4B-Instruct-2507" if torch.cuda.is_available() else "tiny"
-
-
-def model_name(cfg) -> str:
-    return value_text(cfg.model.model or default_model())
-
-
-def choose_model(cfg) -> ModelPath | None:
-    """The model of a script's Config, whose options that depend on it are filled in; None for an
-    endpoint. A run that exists keeps its --model and --backend.
-    """
-    url = getattr(cfg, "url", None)  # grpo.py and sft.py have none
-    if url and not cfg.model.model:
-        raise UserError("--url needs --model: the name that the endpoint knows.")
-    store.keep_choices(cfg)
-    if url:
-        options.derive(cfg.model, cfg.episode, False)
-        return None
-    cfg.model.model = cfg.model.model or default_model()
-    path = resolve_model(cfg.model.model)
-    options.derive(cfg.model, cfg.episode, path.is_tiny, path.positions)
-    return path
-
-
-def choose_models(script: str, configs: list) -> list:
-    """Names the run of each seed, <script>-<tasks>-<model>-<seed>, and chooses its model, see
-    choose_model. Returns their paths.
-
-    Raises UserError if there are several models, because the seeds share an engine.
-    """
-    paths = []
-    for cfg in configs:
-        default = f"{script}-{value_text(cfg.tasks.task)}-{model_name(cfg)}-{cfg.seed}"
-        cfg.name = cfg.name or default
-        paths.append(choose_model(cfg))
-    if len({cfg.model.model for cfg in configs}) > 1:
-        raise UserError(
-            "The runs of these seeds have different models: give each seed a command of its own."
-        )
-    return paths
-
-
 def open_engine(cfg, path: ModelPath | None, seed: int, max_batch: int):
     """Opens a Policy that is not trained, or for --url an Endpoint, which has its sample()."""
     if cfg.url:
@@ -123,33 +63,6 @@ def open_engine(cfg, path: ModelPath | None, seed: int, max_batch: int):
         model = cfg.model
         return endpoint.Endpoint(cfg.url, model.model, model.context, model.temperature)
     return Policy(path, cfg.model, seed, max_batch, trains=False)
-
-
-def resolve_model(name: str) -> ModelPath:
-    """Finds the model before its weights are loaded. Raises UserError if the model or its adapter
-    does not exist or cannot be used.
-    """
-    adapter, lora = None, None
-    folder = Path(os.path.expanduser(name))  # also with an unknown ~user
-    base = str(folder) if folder.is_dir() else name
-    if name == "tiny":
-        base = str(TINY)
-    elif (folder / "adapter_config.json").is_file():
-        adapter = str(folder)
-        base, lora = read_settings(folder)
-        read_tensors(folder)  # before the engine starts
-    if (folder / "best" / "adapter_config.json").is_file():
-        raise UserError(f"{name} is a run: its adapter is {folder / 'best'}.")
-    try:
-        if FOLDER.match(base) and not Path(base).is_dir():
-            raise UserError(f"There is no folder {base}.")
-        config = check_model(base)
-    except UserError as error:
-        if not adapter:
-            raise
-        raise UserError(f"base_model_name_or_path of the adapter {adapter}: {error}") from None
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return ModelPath(base, adapter, getattr(config, "stand_in", False), positions, lora)
 
 
 def lora_settings(path: ModelPath, rank: int | None = None) -> dict:
@@ -197,8 +110,14 @@ class Engine(ChatTokens):
         logging.getLogger("vllm").addHandler(logging.NullHandler())  # until it reads that level
         import torch
         from transformers import AutoConfig
+        from transformers.utils import logging as transformers_logging
 
-        super().__init__(path.base)
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        if path.adapter:
+            read_tensors(path.adapter)  # a damaged one ends the run before the model loads
+        with loading("transformers", path.base):
+            super().__init__(path.base)
         self.path = path
         self.context = options.context or min(4096, path.positions or 4096)
         self.temperature = options.temperature

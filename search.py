@@ -40,15 +40,17 @@ from typing import Literal
 import env
 from flatlab import options
 from flatlab.errors import SandboxFault, UserError
+from flatlab.model.path import model_name
 from flatlab.numbers import value_text
-from flatlab.runs import cli, store
+from flatlab.runs import cli
+from flatlab.runs.start import complete, recorded
 from flatlab.task.sanity import warning
 from flatlab.task.value import improvement, value_of
 from flatlab.tree import requests, rules
 from flatlab.tree.nodes import Choice, Node, Tree, open_trees, results, seed_from
 from flatlab.view import console
-from flatlab.world.episode import Episode, in_thread, run_episode
-from policy import choose_model, model_name, open_engine
+from flatlab.world.episode import Episode, in_thread, run_episode, stop_after_faults
+from policy import open_engine
 
 # ==================================== the idea: edit here ====================================
 
@@ -190,6 +192,7 @@ class Config:
     select: Literal[*SELECT] = "bfs"  # rule that picks the node to build on
     rule_args: tuple[str, ...] = ()  # constants of the rule, as in --rule-args c=0.5 drafts=4
 
+    DERIVED = options.DERIVED
     RESUMABLE = options.RESUMABLE | {"workers", "url", "nodes", "tokens", "minutes"}
     BOUNDS = options.BOUNDS | {
         "workers": options.COUNT,
@@ -357,12 +360,7 @@ async def run_node(t: Tree, node: Node, slots: asyncio.Semaphore) -> Episode:
     console.say(console.node_line(t, node))
     slots.release()
     t.node_ended.set()
-    latest = [other.status for other in t.finished[-3:]]
-    if latest == ["fault"] * 3:
-        raise UserError(
-            "Three sandboxes in a row broke, so the search stops. Run the same command again to "
-            f"continue. The last one: {node.error}"
-        )
+    stop_after_faults([other.status for other in t.finished], node.error)
     return episode
 
 
@@ -490,35 +488,33 @@ def default_name(script: str, cfg: Config) -> str:
     return f"{kind}-{value_text(task)}-{mode}-{model_name(cfg)}-{seed}"
 
 
-def complete(cfg: Config, script: str = SCRIPT):
-    """Fills in the options that were left open. Returns the path of the model; None for an
-    endpoint. Raises UserError for settings that are wrong.
-    """
-    options.check_values(cfg)
-    rule = SELECT[cfg.select]
-    rule.constants(cfg)
-    if not rule.uses_strategies:
-        cfg.sampling_mode = ("none",)
-    cfg.name = cfg.name or default_name(script, cfg)
-    return choose_model(cfg)
+def check(cfg: Config) -> None:
+    """Raises UserError for constants that the rule does not have."""
+    SELECT[cfg.select].constants(cfg)
 
 
-def grow_all(trees: list[Tree], cfg: Config, path) -> None:
+def grow_all(trees: list[Tree], cfg: Config, model) -> None:
     """Loads the model and grows the trees."""
-    policy = open_engine(cfg, path, cfg.seed[0], max(8, cfg.workers))
+    policy = open_engine(cfg, model, cfg.seed[0], max(8, cfg.workers))
     asyncio.run(search(trees, policy, cfg.workers))
 
 
-def main(config_class=Config, complete=complete, grow_all=grow_all) -> None:
+def main(config_class=Config, script=SCRIPT, check=check, grow_all=grow_all) -> None:
     cfg = cli.parse_config(config_class, sys.argv[1:])
-    path = complete(cfg)
-    tasks, why = env.open_tasks(cfg.tasks, cfg.sandbox, bool(path and path.is_tiny))
-    trees, where = open_trees(cfg, tasks, SELECT[cfg.select], path)
-    todo = [t for t in trees if not t.closed]
-    if todo:
-        console.search_banner(cfg, trees, where, path, why)
-        with store.recorded_end([t.run for t in todo], where):
-            grow_all(todo, cfg, path)
+    check(cfg)
+    rule = SELECT[cfg.select]
+    if not rule.uses_strategies:
+        cfg.sampling_mode = ("none",)
+    cfg.name = cfg.name or default_name(script, cfg)
+    model = complete(cfg)
+    console.model_line(cfg, model)
+    tasks = env.open_tasks(cfg.tasks, cfg.sandbox, bool(model and model.stand_in))
+    trees, where = open_trees(cfg, tasks, rule, model)
+    growing = [t for t in trees if not t.closed]
+    if growing:
+        console.search_banner(cfg, trees, where)
+        with recorded([t.run for t in growing], where=where):
+            grow_all(growing, cfg, model)
     console.report(trees, where)
 
 

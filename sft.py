@@ -11,8 +11,8 @@ stopped. This script evaluates nothing: evaluate.py does.
 """
 
 import asyncio
+import functools
 import random
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,14 +22,14 @@ from flatlab.errors import UserError
 from flatlab.files import content_key, read_rows
 from flatlab.model.chat import Sample
 from flatlab.numbers import count
-from flatlab.runs import cli, store
+from flatlab.runs import cli, start
 from flatlab.task.value import improvement
 from flatlab.train import checkpoint, metrics
 from flatlab.train.batch import TrainSequence, column, micro_batches, sequences_of
 from flatlab.train.job import TrainingRun
 from flatlab.view import console
 from flatlab.world.episode import Episode, History
-from policy import Policy, choose_models, lora_settings
+from policy import Policy, lora_settings
 from tasks import load_task
 
 EPISODES_PER_UPDATE = 8
@@ -49,7 +49,7 @@ class EpisodeOptions(options.EpisodeOptions):
 
 @dataclass
 class Config:
-    """None stands for the default that the comment names; 0 is zero."""
+    """An option that is None gets its default from DERIVED, or the comment names it; 0 is zero."""
 
     runs: tuple[str, ...] = ()  # run directories of grpo.py or search.py, logs/<run>, to imitate
     # run directory logs/<name>, with several seeds logs/<name>-<seed>; default:
@@ -59,8 +59,8 @@ class Config:
     seed: tuple[int, ...] = (0,)
     share: float = 0.25  # fraction of the episodes above the baseline, best first
     updates: int = 32  # optimizer steps, on up to 8 episodes each
-    lr: float | None = None  # learning rate of AdamW; default: 2e-4, stand-in 1e-3
-    # rank of the LoRA matrices; default: 16, or that of --model's adapter. Alpha is twice the rank
+    lr: float | None = None  # learning rate of AdamW
+    # rank of the LoRA matrices, that of --model's adapter if there is one. Alpha is twice the rank
     lora_rank: int | None = None
     # tokens per training pass; default: what fits into the memory, at most 8192
     micro_tokens: int | None = None
@@ -69,6 +69,10 @@ class Config:
     model: options.ModelOptions = field(default_factory=options.ModelOptions)
     episode: EpisodeOptions = field(default_factory=EpisodeOptions)
 
+    DERIVED = options.DERIVED | {
+        "lora_rank": lambda cfg, model: lora_settings(model)["r"],
+        "lr": lambda cfg, model: 1e-3 if model.stand_in else 2e-4,
+    }
     RESUMABLE = options.RESUMABLE | {"updates", "micro_tokens"}
     BOUNDS = options.BOUNDS | {
         "share": (1e-6, 1),
@@ -207,17 +211,36 @@ def imitate(policy, transcripts: list[dict], cfg: Config, run) -> None:
 SCRIPT = Path(__file__).stem  # a copy of this file makes runs of its own
 
 
-def prepare(cfg: Config, path):
-    """Completes the config of a seed and opens the run directory. path: of the model. Returns the
-    run, the tasks and the episodes to imitate: none if the run is finished.
-    """
-    tasks = [load_task(name) for name in cfg.tasks.task]
-    rank = lora_settings(path, cfg.lora_rank)["r"]
-    options.set_defaults(cfg, {"lora_rank": rank, "lr": 1e-3 if path.is_tiny else 2e-4})
+def check(cfg: Config, model) -> None:
+    """Raises UserError for settings that are wrong. model: a ModelPath."""
+    lora_settings(model, cfg.lora_rank)
+
+
+def main() -> None:
+    seeds, model = start.configs(Config, SCRIPT, check)
+    console.model_line(seeds[0], model)
+    tasks = [load_task(name) for name in seeds[0].tasks.task]
+    opened = [(cfg, *open_run(cfg, model, tasks)) for cfg in seeds]
+    policy = None  # one engine for all of them
+    for cfg, run, transcripts in opened:
+        if not run.finished:
+            with start.recorded([run], metrics.first_results(tasks, "imitation")):
+                policy = policy or Policy(model, cfg.model, 0, 8, cfg.lora_rank)
+                policy.reset(cfg.seed)
+                cfg.micro_tokens = policy.fit_micro_tokens(cfg.micro_tokens)
+                agreement = asyncio.run(policy.verify())["trained adapter"]
+                print(f"engine   agrees with the trainer: {agreement}")
+                imitate(policy, transcripts, cfg, run)
+        print(f"{run.dir}/best is the adapter: python grpo.py --model {run.dir}/best")
+
+
+def open_run(cfg: Config, model, tasks: list):
+    """Opens the run of a seed. Returns it and the episodes to imitate: none if it is finished."""
     digests = ["", *(task.digest() for task in tasks)]
-    run = store.begin_run(cfg, digests, path, lambda run: checkpoint.is_finished(run, cfg.updates))
+    is_finished = functools.partial(checkpoint.is_finished, steps=cfg.updates)
+    run = start.open_run(cfg, digests, model, is_finished)
     if run.finished:
-        return run, tasks, []
+        return run, []
     transcripts = best_episodes(cfg, tasks)
     imitated = content_key(*map(replies_of, transcripts))
     if run.rows() and run.result.get("imitated") != imitated:
@@ -225,28 +248,7 @@ def prepare(cfg: Config, path):
             f"The best episodes of --runs are others than those that {run.dir}/result.json names."
         )
     run.update_result(imitated=imitated)
-    return run, tasks, transcripts
-
-
-def main() -> None:
-    cfg = cli.parse_config(Config, sys.argv[1:])
-    options.check_values(cfg)
-    policy = None  # one engine for all seeds
-    seeds = options.each_seed(cfg)
-    paths = choose_models(SCRIPT, seeds)
-    prepared = list(map(prepare, seeds, paths))
-    for own, path, (run, tasks, transcripts) in zip(seeds, paths, prepared):
-        if not run.finished:
-            with store.recorded_end([run], f"{run.dir} after its last update"):
-                run.update_result(**metrics.first_results(tasks, "imitation"))
-                console.print_facts(own, tasks, path)
-                policy = policy or Policy(path, own.model, 0, 8, own.lora_rank)
-                policy.reset(own.seed)
-                own.micro_tokens = policy.fit_micro_tokens(own.micro_tokens)
-                agreement = asyncio.run(policy.verify())["trained adapter"]
-                print(f"engine   agrees with the trainer: {agreement}")
-                imitate(policy, transcripts, own, run)
-        print(f"{run.dir}/best is the adapter: python grpo.py --model {run.dir}/best")
+    return run, transcripts
 
 
 if __name__ == "__main__":

@@ -206,7 +206,7 @@ def main(options: Options):
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a transcript may hold lone surrogates
-    cli.hide_empty(Options)
+    cli.show_defaults(Options, {})
     args = [word for word in sys.argv[1:] if word != "--runs"]  # with or without it
     options = {"args": args, "description": __doc__, "config": (tyro.conf.DisallowNone,)}
     cli.one_sentence(lambda: main(tyro.cli(Options, **options)))

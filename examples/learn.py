@@ -43,13 +43,17 @@ class Config(search.Config):
     nodes: int = 256  # executed nodes per tree, failed ones too
     parents: int = 4  # nodes that the rule picks in a round
     children: int = 8  # of each parent in a round, compared with each other
-    lr: float | None = None  # learning rate of AdamW; default: 4e-5, stand-in 1e-3
+    lr: float | None = None  # learning rate of AdamW
 
     select: Literal[*search.SELECT] = "puct"  # rule that picks the nodes to build on
-    # nodes that run at the same time; default: parents x children
+    # nodes that run at the same time: parents x children
     workers: int | None = None
     url: None = field(default=None, init=False)  # no option: an endpoint cannot be trained
 
+    DERIVED = search.Config.DERIVED | {
+        "workers": lambda cfg, model: cfg.parents * cfg.children,
+        "lr": lambda cfg, model: 1e-3 if model.stand_in else 4e-5,
+    }
     BOUNDS = search.Config.BOUNDS | {"parents": options.COUNT, "children": (2, 1e9)}
 
 
@@ -190,24 +194,18 @@ def alarms(row: dict, rows: list[dict]) -> list[str]:
 SCRIPT = Path(__file__).stem  # a copy of this file makes runs of its own
 
 
-def complete(cfg: Config):
-    """Fills in the options that were left open. Returns the path of the model.
-
-    Raises UserError for settings that are wrong, such as a rule that cannot learn.
-    """
+def check(cfg: Config) -> None:
+    """Raises UserError for a rule that cannot learn, and as in search.py."""
     if search.SELECT[cfg.select].shared_request:
         raise UserError("learn.py needs a rule that uses scores: choose one such as --select puct.")
-    path = search.complete(cfg, SCRIPT)
-    lr = 1e-3 if path.is_tiny else 4e-5
-    options.set_defaults(cfg, {"workers": cfg.parents * cfg.children, "lr": lr})
-    return path
+    search.check(cfg)
 
 
-def grow_all(trees: list[Tree], cfg: Config, path) -> None:
+def grow_all(trees: list[Tree], cfg: Config, model) -> None:
     """Loads the model and grows the trees."""
-    policy = Policy(path, cfg.model, cfg.seed[0], max(8, cfg.workers))
+    policy = Policy(model, cfg.model, cfg.seed[0], max(8, cfg.workers))
     asyncio.run(learn(trees, policy, cfg))
 
 
 if __name__ == "__main__":
-    cli.one_sentence(lambda: search.main(Config, complete, grow_all))
+    cli.one_sentence(lambda: search.main(Config, SCRIPT, check, grow_all))

@@ -30,10 +30,11 @@ threads.configure()  # before torch is imported
 import torch  # noqa: E402
 
 from env import Env  # noqa: E402
+from flatlab.model.path import resolve_model  # noqa: E402
 from flatlab.options import EpisodeOptions  # noqa: E402
 from flatlab.task.value import improvement  # noqa: E402
 from flatlab.world.episode import run_episode  # noqa: E402
-from policy import Policy, resolve_model  # noqa: E402
+from policy import Policy  # noqa: E402
 from tasks import load_task  # noqa: E402
 
 STEPS = 12

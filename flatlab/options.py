@@ -1,13 +1,12 @@
 """The options that scripts share. Each class is one box in `--help`; flags stay flat.
 
-None stands for the default that the comment names; `derive` fills in those that depend on the
-model. 0 is only ever zero. RESUMABLE is for open_run(), BOUNDS for check_values().
+An option that is None gets its value from DERIVED, or is not used. 0 is only ever zero. RESUMABLE
+is for open_run(), BOUNDS for check_bounds().
 """
 
 from __future__ import annotations
 
-import copy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import Literal
 
 from flatlab.errors import UserError
@@ -25,7 +24,14 @@ BOUNDS = {
     "max_reply_tokens": COUNT,
     "episode_minutes": (0.01, 1e9),
 }
-
+# default of an option that is None, from the config and its ModelPath, in this order; each script
+# adds its own
+DERIVED = {
+    "context": lambda cfg, model: min(2048 if model.stand_in else 16384, model.positions or 16384),
+    "max_reply_tokens": lambda cfg, model: min(160 if model.stand_in else 2048, quarter(cfg)),
+    "max_observation_tokens": lambda cfg, model: min(256 if model.stand_in else 2048, quarter(cfg)),
+    "prompts": lambda cfg, model: f"configs/prompts/{'tiny' if model.stand_in else 'agent'}.yaml",
+}
 
 Trackers = tuple[Literal["tensorboard", "wandb"], ...]
 
@@ -42,7 +48,7 @@ class ModelOptions:
     # Hugging Face name, folder, logs/<run>/best, or tiny (the stand-in); default: Qwen3-4B with a
     # GPU, else tiny
     model: str | None = None
-    # tokens of prompt and reply together; default: 16384 or what the model can, stand-in 2048
+    # tokens of prompt and reply together; at most what the model can
     context: int | None = None
     temperature: float = 1.0  # sampling temperature
     # compile the engine on a CPU, too: needs g++ and up to a minute at the start
@@ -65,14 +71,12 @@ class SandboxOptions:
 @dataclass
 class EpisodeOptions:
     max_turns: int = 8  # replies per episode
-    # tokens per reply; default: 2048, at most a quarter of the context; stand-in 160
+    # tokens per reply; default: at most a quarter of the context
     max_reply_tokens: int | None = None
-    # longer command outputs keep head and tail; default: 2048, at most a quarter of the context;
-    # stand-in 256
+    # longer command outputs keep head and tail; default: at most a quarter of the context
     max_observation_tokens: int | None = None
     episode_minutes: float = 30.0  # time limit of one episode, in minutes
-    # YAML file of all that an agent reads and a search asks; default: configs/prompts/agent.yaml,
-    # stand-in configs/prompts/tiny.yaml
+    # YAML file of all that an agent reads and a search asks
     prompts: str | None = None
     # <think> parts of earlier replies. keep: an episode is one sequence; drop: later replies do not
     # see them, and each reply after one is trained as a sequence of its own
@@ -89,28 +93,15 @@ def flat(config) -> dict:
     return values
 
 
-def each_seed(config) -> list:
-    """A config for each --seed, which is a number there. With several seeds --name, if there is
-    one, ends with the seed.
-    """
-    configs = []
-    for seed in config.seed:
-        own = copy.deepcopy(config)
-        own.seed = seed
-        if config.name and len(config.seed) > 1:
-            own.name = f"{config.name}-{seed}"
-        configs.append(own)
-    return configs
-
-
-def check_values(config) -> None:
+def check_bounds(config) -> None:
     """Raises UserError for a number out of the config's BOUNDS, and for a list without values whose
     default has some. NaN is always out of bounds; None never is.
     """
     defaults = flat(type(config)())
+    bounds = getattr(config, "BOUNDS", {})
     for name, value in flat(config).items():
         flag = "--" + name.replace("_", "-")
-        low, high = config.BOUNDS.get(name, (0, 1e9))
+        low, high = bounds.get(name, (0, 1e9))
         if value == () and defaults[name]:
             raise UserError(f"{flag} needs at least one value.")
         numbers = value if isinstance(value, tuple) else (value,)
@@ -122,31 +113,15 @@ def check_values(config) -> None:
                 raise UserError(f"{flag} must be from {low:g} to {most}, not {number:.6g}.")
 
 
-def derive(
-    model: ModelOptions, episode: EpisodeOptions, is_tiny: bool, positions: int | None = None
-) -> None:
-    """Fills in the options that depend on the model. positions: of the model; None: no limit.
-
-    Raises UserError if a reply may be as long as the whole context.
-    """
-    context = 2048 if is_tiny else 16384
-    set_defaults(model, {"context": min(context, positions or context)})
-    quarter = model.context // 4
-    defaults = {
-        "max_reply_tokens": min(160 if is_tiny else 2048, quarter),
-        "max_observation_tokens": min(256 if is_tiny else 2048, quarter),
-        "prompts": f"configs/prompts/{'tiny' if is_tiny else 'agent'}.yaml",
-    }
-    set_defaults(episode, defaults)
-    if episode.max_reply_tokens >= model.context:
-        raise UserError(
-            f"--max-reply-tokens {episode.max_reply_tokens} leaves no room for a prompt in "
-            f"--context {model.context}."
-        )
+def quarter(cfg) -> int:
+    """A quarter of the context, in tokens."""
+    return cfg.model.context // 4
 
 
-def set_defaults(options, defaults: dict) -> None:
-    """Replaces the options that are None by their defaults (name -> value)."""
-    for name, value in defaults.items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+def fill_in(cfg, model) -> None:
+    """Gives each option that is None its default of cfg.DERIVED. model: a ModelPath."""
+    groups = [cfg, *filter(is_dataclass, vars(cfg).values())]
+    for name, default in getattr(cfg, "DERIVED", {}).items():
+        for group in groups:
+            if getattr(group, name, 0) is None:
+                setattr(group, name, default(cfg, model))

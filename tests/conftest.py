@@ -77,8 +77,9 @@ def random_model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def shared_policy(random_model):
+    from flatlab.model.path import ModelPath
     from flatlab.options import ModelOptions
-    from policy import ModelPath, Policy
+    from policy import Policy
 
     return Policy(ModelPath(random_model, None, False), ModelOptions(context=2048), lora_rank=8)
 
@@ -95,7 +96,7 @@ def policy(shared_policy):
 @pytest.fixture(scope="session")
 def tiny_model():
     """The stand-in model, which ships in configs/tiny."""
-    from policy import resolve_model
+    from flatlab.model.path import resolve_model
 
     return resolve_model("tiny")
 

@@ -10,8 +10,8 @@ import pytest
 from flatlab.errors import UserError, shown
 from flatlab.model import endpoint
 from flatlab.model.endpoint import check_url
+from flatlab.model.path import STAND_IN
 from helpers import chat_server, completion, dead_proxy, served, user_error
-from policy import TINY
 
 
 @pytest.fixture(autouse=True)
@@ -337,7 +337,7 @@ def save_adapter(folder):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(STAND_IN, dtype=torch.float32)
     config = LoraConfig(
         r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.0
     )
@@ -346,7 +346,7 @@ def save_adapter(folder):
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.1)
     model.save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    tokenizer = AutoTokenizer.from_pretrained(STAND_IN)
     prompt = tokenizer.apply_chat_template(HI, add_generation_prompt=True, return_tensors="pt")
     said = model.generate(**prompt, do_sample=False, max_new_tokens=8)[0]
     reply = said[prompt["input_ids"].shape[1] :]
@@ -364,7 +364,7 @@ def test_a_real_vllm_server_and_the_adapter_that_it_serves(tmp_path):
 
     lora = ["--enable-lora", "--max-lora-rank", 16, "--lora-modules", f"trained={tmp_path}/best"]
     lora += ["--max-loras", 2]  # with 1, vLLM on a CPU applies the adapter to "m", too
-    with served(TINY, tmp_path, *lora) as url:
+    with served(STAND_IN, tmp_path, *lora) as url:
         frozen = reply(0.0, 1).text
         assert reply(0.0, 2).text == frozen != reply(1.0, 2).text
         assert reply(0.0, 1, name="trained").text == trained != frozen

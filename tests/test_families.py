@@ -225,8 +225,9 @@ def keep_weights(method, layer) -> None:
 def answer(dtype: str, name: str) -> dict:
     from flatlab.errors import UserError
     from flatlab.model.lora_sync import LoraLinear
+    from flatlab.model.path import resolve_model
     from flatlab.options import ModelOptions
-    from policy import Policy, resolve_model
+    from policy import Policy
 
     LoraLinear.process_weights_after_loading = keep_weights
     folder = tempfile.mkdtemp()

@@ -17,18 +17,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import env
 import grpo
 from flatlab.files import read_mapping, read_rows
-from flatlab.options import EpisodeOptions, ModelOptions, derive
-from flatlab.runs import store
+from flatlab.model.path import ModelPath
+from flatlab.options import SandboxOptions, TaskOptions, fill_in
+from flatlab.runs import start, store
 from flatlab.task.value import summary_text
 from flatlab.train import metrics
 from flatlab.train.batch import Group, TrainSequence, draw_kl_weights, gather_groups
 from flatlab.train.job import Ranks, TrainingRun
-from flatlab.view import console, tables
+from flatlab.view import tables
 from flatlab.world.episode import Episode, Segment
 from helpers import configure, segments_of, slow, step_row, user_error
-from policy import ModelPath, choose_models
 from tasks import load_task
 from training import (
     CFG,
@@ -623,9 +624,8 @@ def test_two_tasks_have_their_own_numbers_and_a_common_scale(play):
 
 def test_none_is_derived_and_zero_is_zero(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    cfg = configure(grpo.Config(seed=0, loss="gspo"), model="tiny", lr=0.0, backend="local")
-    [path] = choose_models("copy", [cfg])
-    grpo.prepare(cfg, path, Ranks(1, 2))
+    cfg = configure(grpo.Config(loss="gspo"), model="tiny", lr=0.0, backend="local")
+    [cfg], _ = start.each_seed(cfg, partial(start.run_name, script="copy"), grpo.check)
     assert cfg.lr == 0
     assert (cfg.clip_low, cfg.clip_high) == (3e-4, 4e-4)
     assert cfg.max_groups == 8
@@ -634,16 +634,16 @@ def test_none_is_derived_and_zero_is_zero(tmp_path, monkeypatch):
 
 
 def test_the_lengths_fit_a_model_of_few_positions():
-    model = ModelOptions(model="m")
-    episode = EpisodeOptions()
-    derive(model, episode, False, 512)
-    lengths = (model.context, episode.max_reply_tokens, episode.max_observation_tokens)
-    assert lengths == (512, 128, 128)
+    cfg = grpo.Config()
+    fill_in(cfg, ModelPath("m", None, False, 512))
+    lengths = (cfg.episode.max_reply_tokens, cfg.episode.max_observation_tokens)
+    assert (cfg.model.context, *lengths) == (512, 128, 128)
 
 
-def test_a_run_on_a_degenerate_task_begins_with_a_warning(capsys):
+def test_a_run_on_a_degenerate_task_begins_with_a_warning(capsys, monkeypatch):
     task = replace(TASK, degenerate="the sex rule is the label")
-    console.print_facts(CFG, [task], ModelPath("x", None, True))
+    monkeypatch.setattr(env, "load_task", lambda name: task)
+    env.open_tasks(TaskOptions(("titanic",)), SandboxOptions("local"))
     assert "warning  a score says little on titanic: the sex rule" in capsys.readouterr().out
     assert "the sex rule is the label" in metrics.first_results([task], "training")["degenerate"]
 

@@ -16,6 +16,7 @@ import viz
 from examples import learn
 from flatlab.files import read_rows
 from flatlab.runs.cli import parse_config
+from flatlab.runs.start import complete
 from flatlab.tree.nodes import open_trees
 from flatlab.tree.requests import CountingPolicy
 from flatlab.view.reader import read_run
@@ -174,9 +175,9 @@ BAD_INPUT = {
 def test_bad_input_is_one_sentence_and_all_nodes_of_a_round_run_at_once():
     for flags, sentence in BAD_INPUT.items():
         with user_error(sentence):
-            learn.complete(parse_config(learn.Config, flags.split()))
-    cfg = parse_config(learn.Config, ["--children", "16"])
-    learn.complete(cfg)
+            learn.check(parse_config(learn.Config, flags.split()))
+    cfg = parse_config(learn.Config, ["--children", "16", "--name", "a", "--model", "tiny"])
+    complete(cfg)
     assert cfg.workers == 64
     with pytest.raises(SystemExit, match="2"):
         parse_config(learn.Config, ["--url", "x"])

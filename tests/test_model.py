@@ -23,6 +23,7 @@ from flatlab.files import read_mapping, read_rows
 from flatlab.model import memory
 from flatlab.model.loading import PHASES
 from flatlab.model.lora_sync import at_most
+from flatlab.model.path import ModelPath
 from flatlab.options import ModelOptions
 from flatlab.train import metrics
 from flatlab.tree import requests
@@ -37,7 +38,7 @@ from helpers import (
     python,
     user_error,
 )
-from policy import Engine, ModelPath, Policy, Trainer, gpu_engine_options
+from policy import Engine, Policy, Trainer, gpu_engine_options
 from tasks import load_task
 from tools import get_smollm2, gpu_check, make_tiny
 

@@ -18,7 +18,6 @@ from bench.peak import peak
 from flatlab.errors import UserError
 from flatlab.model import memory, packing
 from flatlab.model.fields import check_fields
-from flatlab.model.loading import count_weights, loading
 from flatlab.model.packing import (
     Head,
     TokenLogProbs,
@@ -26,8 +25,9 @@ from flatlab.model.packing import (
     common_prompt,
     lora_forward,
 )
+from flatlab.model.path import STAND_IN, resolve_model
 from helpers import PROJECT, TINY_TEXTS, make_model, python, user_error
-from policy import TINY, Agreement, Policy, Trainer, lora_settings, resolve_model
+from policy import Agreement, Policy, Trainer, lora_settings
 from training import all_close, has_weights, pair, randomise, weights_of
 
 CHAT = [
@@ -181,7 +181,8 @@ def test_log_probs_that_are_no_numbers_are_refused(policy):
 
 BF16 = """
 import asyncio
-from policy import Policy, resolve_model
+from flatlab.model.path import resolve_model
+from policy import Policy
 from test_policy import BROKEN, test_verify_refuses_a_broken_sync
 
 Policy.dtype = "bfloat16"
@@ -565,7 +566,8 @@ def test_rank_alpha_and_layers_are_those_of_the_adapter(policy, tmp_path):
 COMPILED = """
 import asyncio, sys
 from flatlab.options import ModelOptions
-from policy import Policy, resolve_model
+from flatlab.model.path import resolve_model
+from policy import Policy
 policy = Policy(resolve_model(sys.argv[1]), ModelOptions(context=512, compile=True), lora_rank=8)
 agreement = asyncio.run(policy.verify())["random adapter"]
 assert agreement.largest < 1e-4, agreement
@@ -606,16 +608,14 @@ def change_json(path, **fields):
 
 def refused(folder):
     """Sentence about the folder of a model or an adapter before the engine starts, one line."""
-    with pytest.raises(UserError) as error, loading("transformers", folder):
-        count_weights(resolve_model(str(folder)).base)
+    with pytest.raises(UserError) as error:
+        Policy(resolve_model(str(folder)))
     assert len(str(error.value).splitlines()) == 1
     return str(error.value)
 
 
 def test_a_model_that_cannot_be_used_is_one_sentence(random_model, tmp_path):
-    assert "cannot run the model no/such-model: OSError: We couldn't connect" in refused(
-        "no/such-model"
-    )
+    assert "cannot run the model no/such-model: LocalEntryNotFound" in refused("no/such-model")
     for name in ("logs/no", "logs/no/best", "./no", "../no", "~no/m", "no/such/model", "/no"):
         assert refused(name) == f"There is no folder {name}."
     (tmp_path / "best").mkdir()
@@ -635,6 +635,7 @@ def test_a_model_that_cannot_be_used_is_one_sentence(random_model, tmp_path):
         shutil.copy(f"{random_model}/{name}", folder)
     change_json(folder / "config.json", quantization_config={"quant_method": "mxfp4"})
     assert "are quantised (mxfp4)" in refused(folder)
+    change_json(folder / "config.json", quantization_config=None)
     (folder / "chat_template.jinja").unlink()
     assert "has no chat template" in refused(folder)
     (folder / "config.json").write_text("{no json")
@@ -661,7 +662,7 @@ WRONG_FIELDS = {
 
 
 def test_wrong_fields_of_a_models_config_are_named():
-    whole = json.loads((TINY / "config.json").read_text())
+    whole = json.loads((STAND_IN / "config.json").read_text())
     for name, values in WRONG_FIELDS.items():
         for value in values:
             with user_error(f"^c(:| lacks) {name}"):
@@ -693,9 +694,9 @@ def test_a_model_without_one_of_its_tensors_is_refused(tmp_path):
     from transformers import AutoModelForCausalLM
 
     folder = tmp_path / "model"
-    shutil.copytree(TINY, folder)
+    shutil.copytree(STAND_IN, folder)
     lost = "model.layers.1.self_attn.q_proj.weight"
-    model = AutoModelForCausalLM.from_pretrained(TINY)
+    model = AutoModelForCausalLM.from_pretrained(STAND_IN)
     weights = {name: values for name, values in model.state_dict().items() if name != lost}
     model.save_pretrained(folder, state_dict=weights)
     assert refused(folder).endswith(f"lack {lost}: fetch the model again.")

@@ -13,6 +13,7 @@ import yaml
 import sft
 from env import Env
 from flatlab.model.chat import ChatTokens, Sample
+from flatlab.model.path import resolve_model
 from flatlab.options import EpisodeOptions
 from flatlab.runs.fingerprint import fingerprint
 from flatlab.sandbox.client import Sandbox
@@ -32,7 +33,6 @@ from helpers import (
     play_once,
     user_error,
 )
-from policy import resolve_model
 from tasks import load_task
 
 TITANIC = load_task("titanic", "", "")
@@ -131,8 +131,8 @@ def test_the_stand_in_is_known_by_its_config_and_not_by_the_name_of_its_folder(
 ):
     copy = shutil.copytree(PROJECT / "configs/tiny", tmp_path / "copy")
     other = shutil.copytree(random_model, tmp_path / "tiny")
-    assert resolve_model(str(copy)).is_tiny
-    assert not resolve_model(str(other)).is_tiny
+    assert resolve_model(str(copy)).stand_in
+    assert not resolve_model(str(other)).stand_in
 
 
 @pytest.mark.parametrize("file", [TINY_TEXTS, AGENT_TEXTS])

@@ -232,12 +232,12 @@ def test_two_ranks_sample_ahead_and_a_lost_one_ends_the_job_which_resumes(tmp_pa
 def main(model: str, steps: str, scripts: str, ahead: str = "0") -> None:
     import grpo
     from examples import ppo
+    from flatlab.model.path import ModelPath
     from flatlab.options import ModelOptions
     from flatlab.runs.store import open_run
     from flatlab.train import metrics
     from flatlab.train.job import TrainingRun
     from helpers import MADE_BY, configure
-    from policy import ModelPath
     from training import CFG, TASK, one_reply, waiting_reply, weights_of
 
     ranks = join(timeout=120)

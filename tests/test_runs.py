@@ -24,13 +24,13 @@ import sft
 from examples import learn
 from flatlab import files, options
 from flatlab.errors import SandboxFault, UserError
+from flatlab.model.path import ModelPath
 from flatlab.options import BOUNDS, EpisodeOptions
-from flatlab.runs import cli, store, trackers
+from flatlab.runs import cli, start, store, trackers
 from flatlab.runs.fingerprint import fingerprint, model_parts
 from flatlab.sandbox.client import Sandbox
 from flatlab.task.sanity import degenerate
 from helpers import MADE_BY, PROJECT, python, slow, step_row, user_error
-from policy import ModelPath
 from tasks import load_task
 
 CONFIG = helpers.CONFIG | {"hidden": (8, 16)}
@@ -192,7 +192,7 @@ def test_the_files_of_a_model_and_of_its_adapter_count(tmp_path):
 
 def test_a_model_of_the_hub_counts_with_its_revision(monkeypatch):
     path = "/hub/models--org--m/snapshots/0123456789abcdef/config.json"
-    monkeypatch.setattr("transformers.utils.cached_file", lambda *_: path)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_: path)
     assert model_parts(ModelPath("org/m", None, False)) == ["0123456789abcdef"]
 
 
@@ -303,7 +303,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(tmp_path, monkeyp
     monkeypatch.setattr(files, "to_disk", full_disk)
     with pytest.raises(OSError, match="No space left"):
         run.update_result(status="finished")
-    with user_error("another"), store.recorded_end([run], tmp_path):  # no room to say so
+    with user_error("another"), start.recorded([run]):  # no room to say so
         raise UserError("another")
     assert run.result == files.read_mapping(tmp_path / "result.json") == {"status": "running"}
     assert not list(tmp_path.rglob(".tmp-*"))
@@ -332,7 +332,7 @@ def test_what_ended_a_run_is_one_sentence_here_and_in_its_result(
     runs[1].update_result(status="finished")
 
     def main():
-        with store.recorded_end(runs, tmp_path):
+        with start.recorded(runs):
             raise error
 
     with pytest.raises(SystemExit) as end:
@@ -452,8 +452,7 @@ def parse(tmp_path):
 
     def parse(text, *flags):
         preset.write_bytes(text.encode())
-        with cli.on_parse_error(cli.explain):
-            return cli.parse_config(Nested, [str(preset), *flags])
+        return cli.parse_config(Nested, [str(preset), *flags])
 
     return parse
 
@@ -512,11 +511,15 @@ WRONG_VALUES = {
     "--tau abc": "--tau needs a number, not 'abc'.",
     "--minutes 1h": "--minutes needs a number, not '1h'.",
     "--minutes it's": '--minutes needs a number, not "it\'s".',
+    "--minutes=": "--minutes needs a number, not ''.",
     "--steps 1.5": "--steps needs a whole number, not '1.5'.",
-    "--seeds 1 x": "--seeds needs a whole number, not '1', 'x'.",
+    "--seeds 1 x": "--seeds needs a whole number, not 'x'.",
+    "--seeds 0,1": "--seeds needs a whole number, not '0,1': separate values by spaces, as in "
+    "--seeds 0 1.",
+    "--seeds 0 --seeds 1": "--seeds is given twice: write its values after one --seeds.",
     "--thoughts kepe": "Unknown --thoughts 'kepe'; did you mean keep? the names are drop, keep.",
     "--rule 7": "Unknown --rule '7'; the names are a, b.",
-    "--rule None": "--rule needs one of {a,b}, not 'None'.",
+    "--rule None": "Unknown --rule 'None'; the names are a, b.",
     "--minutes None": "--minutes needs a number, not 'None'.",
     "--names a\udcff": "This argument is no valid text: 'a\\udcff'.",
     "--names a\0": "This argument is no valid text: 'a\\x00'.",
@@ -535,7 +538,7 @@ def test_bounds_and_resumable_options_name_options_and_defaults_are_within(scrip
     cfg = script.Config()
     names = {*cfg.BOUNDS, *cfg.RESUMABLE} - {"trackers"}  # not all scripts have them
     assert names <= options.flat(cfg).keys()
-    options.check_values(cfg)
+    options.check_bounds(cfg)
 
 
 def test_the_bounds_beside_an_option_hold():
@@ -544,7 +547,7 @@ def test_the_bounds_beside_an_option_hold():
         (Nested(minutes=math.inf), "--minutes must be from 1e-06 to 1 billion, not inf"),
     ):
         with user_error(re.escape(sentence)):
-            options.check_values(wrong)
+            options.check_bounds(wrong)
 
 
 def test_the_help_names_no_default_that_is_none(capsys):
@@ -565,10 +568,29 @@ def test_a_first_bare_value_has_its_flag_and_no_color_is_kept(monkeypatch):
     for words in ("titanic", "--task titanic"):
         monkeypatch.setattr(sys, "argv", ["tasks.py", *words.split()])
         assert cli.call(start) == "titanic"
-    monkeypatch.setitem(cli.tyro._experimental_options, "ansi_codes", True)
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
     cli.one_sentence(lambda: None)
-    assert not cli.tyro._experimental_options["ansi_codes"]
+    assert os.environ["TERM"] == "dumb"
+
+
+def test_the_help_shows_what_is_derived_for_a_model_and_for_the_stand_in(capsys):
+    with pytest.raises(SystemExit):
+        cli.parse_config(grpo.Config, ["--help"])
+    shown = " ".join(re.sub("[│╭╰─]", "", capsys.readouterr().out).split())
+    assert "of AdamW (default: 2e-05, stand-in 0.001)" in shown
+    assert "(default: 16384, stand-in 2048)" in shown
+    assert "2 P (default: 8)" in shown
+
+
+def test_the_first_line_needs_no_torch():
+    """The model and its context are read from config.json."""
+    code = (
+        "import sys, grpo; sys.argv = ['grpo.py', '--model', 'tiny', '--name', 'no-such-run']; "
+        "[cfg], model = grpo.start.configs(grpo.Config, 'grpo', grpo.check); "
+        "print(cfg.model.context, model.stand_in, {'torch', 'transformers'} & {*sys.modules})"
+    )
+    assert python("-c", code).stdout == "2048 True set()\n"
 
 
 def test_a_closed_pipe_is_no_traceback_also_during_a_search():

@@ -18,7 +18,7 @@ from examples import ppo
 from flatlab.files import read_mapping, read_rows, save_tensors
 from flatlab.model.chat import ChatTokens
 from flatlab.options import EpisodeOptions
-from flatlab.runs import store
+from flatlab.runs import start, store
 from flatlab.suites.attempts import read_suite
 from flatlab.suites.report import report
 from flatlab.train.batch import Group
@@ -219,7 +219,7 @@ def here(tmp_path, monkeypatch, capsys, quick_provenance):
     """here(flags) runs evaluate.py in this process: exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
     # in this process the modules of the tests would count as code
-    monkeypatch.setattr(store, "fingerprint", lambda *_: MADE_BY)
+    monkeypatch.setattr(start, "fingerprint", lambda *_: MADE_BY)
 
     def here(flags):
         command = f"--backend local --concurrency 1 {flags}".split()
@@ -291,7 +291,7 @@ def test_three_faults_in_a_row_stop_the_evaluation(here, played):
     flags = "--task titanic --name a --episodes 6"
     code, _, err = here(flags)
     assert code == 2
-    assert err.startswith("Three sandboxes in a row broke, so the evaluation stops.")
+    assert err.startswith("Three sandboxes in a row broke, so this stops.")
     assert err.endswith("The last one: the container died\n")
     assert result_of()["status"].startswith("failed: Three sandboxes")
     assert here(flags)[0] == 0  # with sandboxes that work, no fault is left
@@ -320,9 +320,12 @@ def test_seeds_are_runs_on_one_engine_and_are_compared(here, played):
 def test_seeds_of_one_command_have_one_model(here, played):
     shutil.copytree(PROJECT / "configs/tiny", "other")
     assert here("--task titanic --name a-0 --episodes 1 --model other")[0] == 0
-    code, _, err = here("--task titanic --name a --episodes 1 --seed 0 1")
+    assert here("--task titanic --name a --episodes 1 --seed 0 1")[0] == 0
+    assert read_mapping(Path("logs/a-1/config.yaml"))["model"] == "other"
+    assert here("--task titanic --name a-2 --episodes 1 --model tiny")[0] == 0
+    code, _, err = here("--task titanic --name a --episodes 1 --seed 0 2")
     assert code == 2
-    assert err.startswith("The runs of these seeds have different models")
+    assert "logs/a-2 was made with another config (model: tiny there, other now" in err
 
 
 def test_a_task_whose_first_message_is_too_long_is_left_out_of_a_suite(here, played, monkeypatch):
@@ -355,7 +358,7 @@ def test_a_suite_of_two_models_goes_on_and_stands_beside_published_ones(
 ):
     monkeypatch.setenv("MLGYM_ROOT", str(make_root(tmp_path)))
     shutil.copytree(PROJECT / "configs/tiny", "other")
-    flags = "--suite suite.yaml --name a --model tiny --model other --max-turns 3"
+    flags = "--suite suite.yaml --name a --model tiny other --max-turns 3"
     played.interrupted = 3
     assert here(flags)[0] == 130
     assert result_of("a/tiny")["status"] == "finished"

@@ -17,7 +17,7 @@ import policy
 import search
 from flatlab.errors import SandboxFault, UserError
 from flatlab.files import read_mapping, read_rows
-from flatlab.runs import store
+from flatlab.runs import start
 from flatlab.runs.cli import parse_config
 from flatlab.sandbox import snapshot
 from flatlab.task.grading import Score
@@ -627,8 +627,10 @@ BAD_INPUT = {
 
 def prepared(cfg):
     """Does what main() does before the engine starts. Returns the model and the run directory."""
+    search.check(cfg)
+    cfg.name = cfg.name or search.default_name("search", cfg)
     path = search.complete(cfg)
-    tasks, _ = search.env.open_tasks(cfg.tasks, cfg.sandbox, bool(path and path.is_tiny))
+    tasks = search.env.open_tasks(cfg.tasks, cfg.sandbox, bool(path and path.stand_in))
     return path, open_trees(cfg, tasks, search.SELECT[cfg.select], path)[1]
 
 
@@ -670,7 +672,7 @@ def test_what_was_left_open_means_what_the_run_has_used(no_daemon, names):
     (folder / "config.yaml").write_text("backend: docker\nmodel: there\n")
     for asked, kept in (("auto", "docker"), ("local", "local")):
         cfg = search_config(name="a", backend=asked)
-        store.keep_choices(cfg)
+        start.keep_choices(cfg)
         assert (cfg.model.model, cfg.sandbox.backend) == ("there", kept)
     with user_error("No Docker daemon answers at .* for --backend local choose another --name"):
         prepared(search_config(name="a", model="tiny"))

@@ -138,7 +138,7 @@ ERRORS = [
     ("viz --suite mledojo", "The suite mledojo needs .MLEDOJO_ROOT"),
     ("evaluate --suite nope", "Cannot read .*configs/suites/nope.yaml: No such file"),
     ("evaluate --suite typo.yaml", "Unknown task 'titanicc'; did you mean titanic"),
-    ("evaluate --suite builtin --model tiny --model tiny", "Two models have the same name"),
+    ("evaluate --suite builtin --model tiny tiny", "--model has a value twice"),
     ("evaluate --suite gone.yaml", "None of these tasks can be played here. The file .*gone"),
     ("evaluate --suite mlgym", "holds no published results"),
     ("viz --suite mlgym", "holds no published results"),

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import env
 from flatlab.errors import UserError
 from flatlab.model.chat import Sample
-from flatlab.options import COUNT, EpisodeOptions, check_values
+from flatlab.options import COUNT, EpisodeOptions, check_bounds
 from flatlab.runs.cli import one_sentence, parse_config
 from flatlab.runs.fingerprint import fingerprint
 from flatlab.runs.store import open_run, run_directory
@@ -201,7 +201,7 @@ def main() -> None:
     if unknown:
         known = " and ".join(TABLES)
         raise UserError(f"The expert knows {known}, not {', '.join(sorted(unknown))}.")
-    check_values(cfg)
+    check_bounds(cfg)
     cfg.name = cfg.name or f"demonstrations-{'+'.join(cfg.task)}"
     backend, _ = env.pick_backend(cfg.backend)
     tasks = [load_task(name) for name in cfg.task]

@@ -118,8 +118,9 @@ def random_model(folder: Path) -> str:
 
 
 def make_policy(model: str, kind=None, **options):
+    from flatlab.model.path import resolve_model
     from flatlab.options import ModelOptions
-    from policy import Policy, resolve_model
+    from policy import Policy
 
     Policy.dtype = DTYPE
     path = resolve_model(model)
@@ -335,7 +336,8 @@ def decode_vllm_lora(model: str) -> list:
     from transformers import AutoModelForCausalLM
     from vllm.lora.request import LoRARequest
 
-    from policy import Trainer, resolve_model
+    from flatlab.model.path import resolve_model
+    from policy import Trainer
 
     base = AutoModelForCausalLM.from_pretrained(resolve_model(model).base)
     folder = FOLDER.absolute() / "adapter"
@@ -354,7 +356,8 @@ def other_engine(model: str, **lora) -> tuple:
 
     from flatlab.model import memory
     from flatlab.model.chat import ChatTokens
-    from policy import cpu_engine_options, gpu_engine_options, resolve_model
+    from flatlab.model.path import resolve_model
+    from policy import cpu_engine_options, gpu_engine_options
 
     options = gpu_engine_options(REQUESTS) if has_gpu() else cpu_engine_options(2048)
     base = resolve_model(model).base

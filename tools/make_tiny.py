@@ -222,7 +222,7 @@ def any_backend() -> str:
     from flatlab.errors import UserError
 
     try:
-        return env.pick_backend("local", model_is_tiny=True)[0]
+        return env.pick_backend("local", stand_in=True)[0]
     except UserError:
         return env.pick_backend("docker")[0]
 

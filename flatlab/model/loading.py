@@ -5,12 +5,8 @@ engine's start.
 import contextlib
 import logging
 import time
-from pathlib import Path
 
 from flatlab.errors import UserError
-from flatlab.files import read_mapping
-from flatlab.model.chat import ChatTokens
-from flatlab.model.fields import check_fields
 
 # Records of vLLM's log at the end of a phase of its start -> the name of the phase
 PHASES = {
@@ -20,33 +16,6 @@ PHASES = {
     "%sInitial profiling/warmup run took %.2f s": "warm-up",
     "Graph capturing finished in %.0f secs, took %.2f GiB": "CUDA graphs",
 }
-
-
-def check_model(base: str):
-    """Reads the config and the tokenizer of a model, before its weights are loaded. Returns the
-    config. From here on transformers shows no progress bars and no messages.
-
-    Raises UserError if a file is missing or damaged, if there is no chat template, or if the
-    weights are quantised.
-    """
-    from transformers import AutoConfig
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    file = Path(base, "config.json")
-    if file.is_file():
-        check_fields(read_mapping(file), file)
-    with loading("transformers", base):
-        config = AutoConfig.from_pretrained(base)
-        ChatTokens(base)
-    method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
-    if method:
-        raise UserError(
-            f"The weights of {base} are quantised ({method}), and LoRA is trained on plain ones "
-            "here: choose a version in bf16."
-        )
-    return config
 
 
 def count_weights(base: str) -> int:

@@ -8,30 +8,20 @@ import re
 import signal
 import sys
 import traceback
-from dataclasses import fields, is_dataclass
+from contextlib import suppress
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Annotated, get_type_hints
+from types import UnionType
+from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
-from tyro._errors import InstantiationFailure, InvalidChoice, on_parse_error
 from yaml import SafeLoader
 
 from flatlab import threads
 from flatlab.errors import UserError, first_cause, nearest, sentence_of, shown
 from flatlab.files import TextLoader, read_mapping
-from flatlab.options import flat
-
-
-def hide_none(config_class) -> None:
-    """Leaves "(default: None)" out of --help, where the comment names the default."""
-    hints = get_type_hints(config_class)
-    for option in fields(config_class):
-        kind = hints[option.name]
-        if is_dataclass(kind):
-            hide_none(kind)
-        elif option.default is None:
-            no_hint = Annotated[kind, tyro.conf.arg(help_behavior_hint="")]
-            config_class.__annotations__[option.name] = no_hint
+from flatlab.model.path import ModelPath
+from flatlab.options import check_bounds, fill_in, flat
 
 
 def parse_config(config_class, argv: list[str], preset: dict | None = None):
@@ -41,25 +31,102 @@ def parse_config(config_class, argv: list[str], preset: dict | None = None):
     The preset is turned into flags that stand in front of the others, so that tyro checks both in
     the same way and the command line wins. Fields of nested dataclasses are flags without a prefix.
     The docstring of the script heads its --help. Threads are configured, too, since torch is not
-    imported yet. Raises UserError for an unreadable preset and for arguments that are no text; tyro
-    itself exits with code 2 for a wrong flag.
+    imported yet. Raises UserError for an unreadable preset, for values that their option cannot
+    take, and for numbers out of bounds; tyro itself exits with code 2 for an unknown flag.
     """
     flags = list(argv)
     preset = dict(preset or {})
     if flags and not flags[0].startswith("-"):
         preset |= read_mapping(Path(flags.pop(0)), loader=TextLoader)
-    flags = preset_flags(preset, flat(config_class())) + flags
+    kinds = kinds_of(config_class)
+    check_words(flags, kinds)
+    preset = preset_flags(preset, flat(config_class()))
+    check_words(preset, kinds)
     threads.configure()
-    for flag in flags:
-        if re.search("[\0\ud800-\udfff]", flag):  # surrogates: bytes that are not UTF-8
-            raise UserError(f"This argument is no valid text: {flag[:80]!r}.")
-    hide_none(config_class)
-    return tyro.cli(
+    if {"-h", "--help"} & {*flags}:
+        show_defaults(config_class, derived_defaults(config_class))
+    cfg = tyro.cli(
         config_class,
-        args=flags,
+        args=preset + flags,
         description=sys.modules["__main__"].__doc__,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone),
     )
+    check_bounds(cfg)
+    return cfg
+
+
+def kinds_of(made) -> dict:
+    """The type of each option of a dataclass, its nested groups included, or of a function."""
+    kinds = {}
+    for name, kind in get_type_hints(made).items():
+        kinds |= kinds_of(kind) if is_dataclass(kind) else {name: kind}
+    return kinds
+
+
+def check_words(flags: list[str], kinds: dict) -> None:
+    """Raises UserError for a value that its option cannot take, and for the flag of a list that is
+    given twice. kinds: see kinds_of.
+    """
+    flag, kind, given = "", None, set()
+    for word in flags:
+        if re.search("[\0\ud800-\udfff]", word):  # surrogates: bytes that are not UTF-8
+            raise UserError(f"This argument is no valid text: {word[:80]!r}.")
+        values = [word]
+        if word.startswith("--"):
+            flag, *values = word.split("=", 1)
+            kind = kinds.get(flag[2:].replace("-", "_"))
+            if flag in given and get_origin(kind) is tuple:
+                raise UserError(f"{flag} is given twice: write its values after one {flag}.")
+            given.add(flag)
+        for value in values:
+            check_word(flag, kind, value)
+
+
+def check_word(flag: str, kind, value: str) -> None:
+    """Raises UserError if the value does not fit the type of the option."""
+    hint = ""
+    if get_origin(kind) is tuple and "," in value:
+        hint = f": separate values by spaces, as in {flag} {value.replace(',', ' ')}"
+    while get_origin(kind) in (tuple, Union, UnionType):
+        kind = get_args(kind)[0]
+    if get_origin(kind) is Literal and value not in get_args(kind):
+        names = sorted(get_args(kind))
+        raise UserError(f"Unknown {flag} {value!r}{hint or '; ' + nearest(value, names)}.")
+    wanted = {int: "a whole number", float: "a number"}.get(kind)
+    with suppress(ValueError):
+        if wanted:
+            kind(value)
+            return
+    if wanted:
+        raise UserError(f"{flag} needs {wanted}, not {value!r}{hint}.")
+
+
+def show_defaults(made, defaults: dict) -> None:
+    """Lets --help show these defaults in place of None, and nothing in place of an empty one.
+
+    made: a dataclass of options, or a function that takes them. defaults: name -> text.
+    """
+    hints = get_type_hints(made, include_extras=True)
+    for name, option in inspect.signature(made).parameters.items():
+        kind = hints[name]
+        if is_dataclass(kind):
+            show_defaults(kind, defaults)
+        elif option.default in (None, "", (), inspect.Parameter.empty):
+            described = tyro.conf.arg(help_behavior_hint=defaults.get(name, ""))
+            made.__annotations__[name] = Annotated[kind, described]
+
+
+def derived_defaults(config_class) -> dict[str, str]:
+    """The values of DERIVED for a default config, by name."""
+    cfg, small = config_class(), config_class()
+    fill_in(cfg, ModelPath("", None, stand_in=False))
+    fill_in(small, ModelPath("", None, stand_in=True))
+    small = flat(small)
+    texts = {}
+    for name, value in flat(cfg).items():
+        other = "" if value == small[name] else f", stand-in {small[name]}"
+        texts[name] = f"(default: {value}{other})" if value is not None else ""
+    return texts
 
 
 def preset_flags(preset: dict, defaults: dict) -> list[str]:
@@ -79,42 +146,15 @@ def preset_flags(preset: dict, defaults: dict) -> list[str]:
     return flags
 
 
-def explain(event) -> None:
-    """Raises UserError for a value that its option cannot take. The rest is reported by tyro."""
-    if isinstance(event, InvalidChoice):
-        names = sorted(set(event.choices) - {"None"})
-        hint = nearest(event.value, names)
-        raise UserError(f"Unknown {event.argument.display_name()} {event.value!r}; {hint}.")
-    if isinstance(event, InstantiationFailure) and event.argument:
-        given = re.sub(r"""^[^["']*""", "", event.message.partition("\n")[0]).strip("[].")
-        metavar = event.argument.lowered.metavar
-        wanted = "a number" if "FLOAT" in metavar else f"one of {metavar}"
-        if "INT" in metavar:
-            wanted = "a whole number"
-        raise UserError(f"{event.argument.display_name()} needs {wanted}, not {given}.")
-
-
-def hide_empty(made) -> None:
-    """Leaves "(default: None)", and an empty one, out of --help, where the comment names the
-    default. made: a dataclass of options, or a function that takes them.
-    """
-    hints = get_type_hints(made, include_extras=True)
-    for name, option in inspect.signature(made).parameters.items():
-        kind = hints[name]
-        if is_dataclass(kind):
-            hide_empty(kind)
-        elif option.default in (None, "", (), inspect.Parameter.empty):
-            made.__annotations__[name] = Annotated[kind, tyro.conf.arg(help_behavior_hint="")]
-
-
 def call(function):
     """Calls a function with the options of the command line. A first bare value is its --task."""
-    args = sys.argv[1:]
-    if args and not args[0].startswith("-"):
-        args.insert(0, "--task")
-    hide_empty(function)
+    flags = sys.argv[1:]
+    if flags and not flags[0].startswith("-"):
+        flags.insert(0, "--task")
+    check_words(flags, kinds_of(function))
+    show_defaults(function, {})
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone)
-    return tyro.cli(function, args=args, config=config)
+    return tyro.cli(function, args=flags, config=config)
 
 
 def one_sentence(main):
@@ -128,11 +168,10 @@ def one_sentence(main):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     if os.environ.get("NO_COLOR"):
-        tyro._experimental_options["ansi_codes"] = False
+        os.environ["TERM"] = "dumb"  # tyro knows this one only
     try:
         try:
-            with on_parse_error(explain):
-                main()
+            main()
         finally:
             sys.stdout.flush()  # while a closed pipe can still be caught
     except KeyboardInterrupt:

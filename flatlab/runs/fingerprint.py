@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from flatlab.files import content_key
+from flatlab.model.path import config_file
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "flatlab"
@@ -53,13 +54,11 @@ def model_parts(model) -> list[str]:
     """The revision of a model of the hub; names, sizes and times of change of the files of a local
     model and of its adapter.
     """
-    from transformers.utils import cached_file
-
     parts = []
     for name in filter(None, (model.base, model.adapter)):
         if not Path(name).is_dir():
             # The hub's cache keeps each file under snapshots/<revision>/.
-            parts.append(Path(cached_file(name, "config.json")).parent.name)
+            parts.append(config_file(name).parent.name)
         for file in sorted(Path(name).glob("[!.]*")):
             if file.is_file() and file.suffix != ".md":
                 stat = file.stat()

@@ -38,17 +38,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
 
-from flatlab import options
-from flatlab.errors import UserError, first_cause, sentence_of, shown
+from flatlab.errors import UserError, shown
 from flatlab.files import read_mapping, read_rows, temporary, to_disk, write_whole
-from flatlab.runs import trackers
-from flatlab.runs.fingerprint import ROOT, code_files, fingerprint
+from flatlab.runs.fingerprint import ROOT, code_files
 
 WAY_OUT = "Restore it from a copy, or choose another --name."
 
@@ -194,44 +192,12 @@ def run_directory(name: str) -> Path:
     return Path("logs", path)
 
 
-def keep_choices(cfg) -> None:
-    """Gives --model and --backend, where they are left open, the values that the run or grid
-    logs/<cfg.name> has used: what is found on this machine may differ from start to start.
-    """
-    where = run_directory(cfg.name)
-    for file in [where / "config.yaml", *sorted(where.glob("*/config.yaml"))][:2]:
-        old = read_mapping(file, default={})
-        cfg.model.model = cfg.model.model or old.get("model")
-        sandbox = getattr(cfg, "sandbox", None)  # sft.py has none
-        if sandbox and sandbox.backend == "auto":
-            sandbox.backend = old.get("backend", "auto")
-
-
 def read_own(read, file: Path, **options):
     """read(file) of a file of a run; a UserError also says what to do."""
     try:
         return read(file, **options)
     except UserError as error:
         raise UserError(f"{str(error).rstrip('.')}. {WAY_OUT}") from None
-
-
-def begin_run(cfg, digests: list[str], model, is_finished, where=None, **cell):
-    """Opens the run directory of a script's Config and its trackers; see open_run. Says if the run
-    is finished.
-
-    digests: see fingerprint(). model: a ModelPath; None for an endpoint. where: the directory,
-    default logs/<cfg.name>. cell: values of a cell of a grid, in place of the grid's own.
-    """
-    config = options.flat(cfg) | cell
-    trackers.check_packages(config.get("trackers", ()))
-    made_by = fingerprint(digests, model)
-    where = where or run_directory(cfg.name)
-    run = open_run(where, config, made_by, cfg.RESUMABLE, is_finished)
-    if run.finished:
-        print(f"{where} was finished before: nothing is left to run.")
-    else:
-        run.trackers = trackers.open_trackers(run)
-    return run
 
 
 def open_run(
@@ -414,26 +380,3 @@ class Run:
         """(step, folder), oldest first. Every one listed is complete."""
         folders = [p for p in self.dir.glob("checkpoints/*") if p.name.isdigit()]
         return sorted((int(folder.name), folder) for folder in folders)
-
-
-@contextmanager
-def recorded_end(runs: list, where):
-    """Writes what ended the block to the result.json of the runs that are not finished: the status
-    "interrupted", or "failed: <why>". A full disk may leave the status as it was.
-
-    where: directory of the run or grid.
-    """
-    try:
-        yield
-    except BaseException as error:
-        cause = first_cause(error)
-        status = f"failed: {sentence_of(cause) or shown(repr(cause))}"
-        if isinstance(cause, KeyboardInterrupt):
-            status = "interrupted"
-            if runs:
-                print(f"\ninterrupted; the same command continues {where}", file=sys.stderr)
-        for run in runs:
-            with suppress(OSError):
-                if run.result.get("status") != "finished":
-                    run.update_result(status=status)
-        raise

@@ -61,7 +61,7 @@ def get_backend(name: str) -> Backend:
 
 @functools.cache
 def pick_backend(
-    backend: str = "auto", image: str = IMAGE, model_is_tiny: bool = False
+    backend: str = "auto", image: str = IMAGE, stand_in: bool = False
 ) -> tuple[str, str]:
     """("docker" or "local", one line that says which and why).
 
@@ -78,7 +78,7 @@ def pick_backend(
             "local choose another --name."
         )
     local = get_backend("local" if backend == "auto" else backend)
-    if backend == "auto" and not local.is_complete and not model_is_tiny:
+    if backend == "auto" and not local.is_complete and not stand_in:
         raise UserError(
             f"{problem} The isolation of a local sandbox is not complete here ({local.covers}), "
             "so only the stand-in model uses it by default; start Docker, or accept this with "

@@ -96,6 +96,11 @@ class Task:
         return "higher is better" if self.higher_is_better else "lower is better"
 
     @property
+    def outline(self) -> str:
+        """The name, the metric, its direction, and the score of the baseline."""
+        return f"{self.name}: {self.metric}, {self.direction}, baseline {self.baseline:.4g}"
+
+    @property
     def scale(self) -> dict:
         """Meaning of a score of the task, for result.json."""
         keys = ("metric", "higher_is_better", "baseline", "reference", "exact")

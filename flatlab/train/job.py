@@ -173,9 +173,9 @@ class TrainingRun:
 
     ranks: Ranks = field(default_factory=Ranks)
     tasks: list = field(default_factory=list)  # to train on
-    sandbox: str = ""  # why this kind of sandbox was chosen
     play: Callable | None = None  # the loop of an episode, see run_episode
     run: Run | None = None  # the open run directory; None on all ranks but rank 0
+    finished: bool = False  # before this start: nothing is left to do
     slots: Slots | None = None  # of the sandboxes of this process
     step: int = 0  # the next one; as many steps of training are in the weights
     best: dict | None = None  # evaluation of the adapter in best/

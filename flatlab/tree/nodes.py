@@ -24,7 +24,8 @@ from pathlib import Path
 
 from flatlab.errors import UserError
 from flatlab.files import write_whole
-from flatlab.runs.store import WAY_OUT, Run, begin_run, run_directory
+from flatlab.runs.start import open_run
+from flatlab.runs.store import WAY_OUT, Run, run_directory
 from flatlab.sandbox.client import readable
 from flatlab.task.definition import Task
 from flatlab.task.value import improvement, summary, value_of
@@ -377,10 +378,10 @@ def hidden_results(t: Tree) -> dict:
 # ------------------------------------------------------------------ run directories
 
 
-def open_trees(cfg, tasks: list, rule, path) -> tuple[list[Tree], Path]:
+def open_trees(cfg, tasks: list, rule, model) -> tuple[list[Tree], Path]:
     """One tree for each task, sampling mode and seed, and the directory of the run or grid.
 
-    cfg: the Config of search.py. rule: a Rule. path: a ModelPath, or None for an endpoint.
+    cfg: the Config of search.py. rule: a Rule. model: a ModelPath, or None for an endpoint.
     """
     cells = list(itertools.product(tasks, cfg.sampling_mode, cfg.seed))
     is_grid = len(cells) > 1
@@ -394,7 +395,7 @@ def open_trees(cfg, tasks: list, rule, path) -> tuple[list[Tree], Path]:
         directory = where / f"{task.name}-{mode}-{seed}" if is_grid else where
         digests = [prompts, task.digest()]
         has_ended = partial(is_finished, cfg=cfg)
-        run = begin_run(cfg, digests, path, has_ended, directory, name=directory.name, **cell)
+        run = open_run(cfg, digests, model, has_ended, directory, name=directory.name, **cell)
         t = Tree(task, mode, seed, cfg, run, rule)
         if not t.closed:
             (run.dir / "nodes").mkdir(exist_ok=True)

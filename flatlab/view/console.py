@@ -7,12 +7,13 @@ from pathlib import Path
 from statistics import fmean
 
 from flatlab.numbers import count, duration, plus_minus
-from flatlab.task.sanity import warning
 from flatlab.task.value import value_of
 from flatlab.view import page, tables
 from flatlab.view.reader import read_run
 
 UNSAFE = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+
+STAND_IN = "  (the stand-in, for trials; it only knows titanic, battleOfSexes and erdosOverlap)"
 
 
 def say(text: str) -> None:
@@ -20,25 +21,14 @@ def say(text: str) -> None:
     print(re.sub(UNSAFE, "·", text.replace("\r\n", "\n")), flush=True)
 
 
-def print_facts(cfg, tasks: list, path, why: str = "") -> None:
-    """path: of the model, None for an endpoint. why: of the sandbox, if there are any."""
-    if text := warning(tasks):
-        print(f"warning  a score says little on {text}")
-    for task in tasks:
-        print(
-            f"task     {task.name}: {task.metric}, {task.direction}, baseline {task.baseline:.4g}"
-        )
-    note = ""
-    if path and path.is_tiny:
-        note = "  (a stand-in for trials; it knows titanic, battleOfSexes and erdosOverlap only)"
-    print(f"model    {cfg.model.model}{note}")
-    if why:
-        print(f"sandbox  {why}", flush=True)
+def model_line(cfg, model) -> None:
+    """Prints the model. model: its ModelPath; None for an endpoint."""
+    note = STAND_IN if model and model.stand_in else ""
+    print(f"model    {cfg.model.model}{note}", flush=True)
 
 
-def banner(cfg, tasks: list, path, why: str, run) -> None:
-    """Prints the first lines of a training run."""
-    print_facts(cfg, tasks, path, why)
+def banner(cfg, run) -> None:
+    """Prints what a training run is about to do."""
     print(
         f"plan     {count(cfg.steps, 'step')} x {count(cfg.groups, 'group')} x "
         f"{count(cfg.group_size, 'episode')}, "
@@ -125,10 +115,8 @@ def viewed(directory: Path) -> str:
 # ------------------------------------------------------------------ searches
 
 
-def search_banner(cfg, trees: list, where: Path, path, why: str) -> None:
-    """Prints the first lines."""
-    tasks = {t.task.name: t.task for t in trees}
-    print_facts(cfg, [*tasks.values()], path, why)
+def search_banner(cfg, trees: list, where: Path) -> None:
+    """Prints what a search is about to do."""
     print(
         f"plan     {count(len(trees), 'tree')} of {count(cfg.nodes, 'node')}, "
         f"modes {', '.join(cfg.sampling_mode)}\n"

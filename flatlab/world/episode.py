@@ -344,6 +344,15 @@ def step_record(step) -> dict:
     }
 
 
+def stop_after_faults(statuses: list[str], error: str) -> None:
+    """Raises UserError if the last three episodes were faults. error: of the last one."""
+    if statuses[-3:] == ["fault"] * 3:
+        raise UserError(
+            "Three sandboxes in a row broke, so this stops. Run the same command again to "
+            f"continue. The last one: {error}"
+        )
+
+
 async def run_episode(
     env,
     policy,

@@ -12,6 +12,7 @@
     python tests/bench objectives  losses and advantages on the built-in tasks; an hour
     python tests/bench pretrained  SmolLM2 imitates, then GRPO, on two tasks; hours
     python tests/bench learned-search  searches that learn against frozen ones; two hours
+    python tests/bench start       seconds from a command to its first line and its first step
     python tests/bench mutants     small faults in files where errors are silent, against the tests
     python tests/bench table       runs the tests of attacks and faults, writes tests/ATTACKS.md
 
@@ -41,6 +42,7 @@ SECTIONS = {
     "objectives": "bench.learning.objectives",
     "pretrained": "bench.learning.pretrained",
     "learned-search": "bench.learned_search.learned_search",
+    "start": "bench.start.start",
     "mutants": "bench.mutants.mutants",
     "table": "marked.marked",
 }
@@ -74,7 +76,7 @@ def main():
         default=1000,
         help="for soak: episodes; for growth: nodes and steps; for mutants: mutants",
     )
-    add("--steps", type=int, default=5, help="for train, engine, agent and objectives")
+    add("--steps", type=int, default=5, help="for train, engine, agent, objectives and start")
     add("--seeds", default="0,1,2", help=f"{runs} comma-separated seeds")
     model = "not for pretrained; train, agent: instead of a random one"
     add("--model", default="tiny", help=model)

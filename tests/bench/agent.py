@@ -240,12 +240,13 @@ def run_ours(model, rounds, turns, tokens, variant):
     from bench.models import make_endless
     from env import Step
     from flatlab import threads
+    from flatlab.model.path import ModelPath
     from flatlab.options import ModelOptions
     from flatlab.task.grading import Score
     from flatlab.train.job import TrainingRun, in_trainer
     from flatlab.world import prompts
     from flatlab.world.episode import play
-    from policy import ModelPath, Policy
+    from policy import Policy
     from tasks import load_task
 
     class World:

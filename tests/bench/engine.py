@@ -37,10 +37,10 @@ def engine(args):
     """Tokens per second of the engine with an adapter: vLLM's own LoRA, ours, ours compiled."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
+        from flatlab.model.path import STAND_IN
         from helpers import make_model
-        from policy import TINY
 
-        models = {"stand-in": TINY, "random, 0.8 M": make_model(Path(folder) / "model")}
+        models = {"stand-in": STAND_IN, "random, 0.8 M": make_model(Path(folder) / "model")}
         for label, model in models.items():
             ways = args.only.split(",") if args.only else ENGINES
             commands = {way: ("engine", model, way) for way in ways}
@@ -96,8 +96,9 @@ def own_lora(model):
 
 
 def our_engine(model, compiled):
+    from flatlab.model.path import ModelPath
     from flatlab.options import ModelOptions
-    from policy import ModelPath, Policy
+    from policy import Policy
 
     path = ModelPath(model, None, False)
     options = ModelOptions(context=CONTEXT, compile=compiled)

@@ -8,9 +8,10 @@ from bench.measure import median_seconds, ms, this_machine
 
 def random_policy(folder, context=2048, sizes=None, **options):
     """A Policy on an untrained model, whose replies always reach their limit; and its folder."""
+    from flatlab.model.path import ModelPath
     from flatlab.options import ModelOptions
     from helpers import make_model
-    from policy import ModelPath, Policy
+    from policy import Policy
 
     model = make_model(Path(folder) / "model", **(sizes or {}))
     policy = Policy(ModelPath(model, None, False), ModelOptions(context=context), **options)

@@ -43,8 +43,8 @@ TESTED_BY = {
     "flatlab/runs/store.py": {"runs": RUN},
 }
 # Of grpo.py only what computes: not its start, not the loop, not what needs an engine
-SKIPPED = """Config agent_loop play_groups evaluate judge train main begin finish check_config
-prepare load_policy update optimize micro_loss"""
+SKIPPED = """Config play_groups evaluate judge train main begin finish check
+open_job end load_policy update optimize micro_loss"""
 HEAVY = ("peft", "pytest", "scipy.stats", "torch", "transformers", "vllm.v1.engine.llm_engine")
 # Copies what git knows or would add to the folder $0
 COPY = 'mkdir "$0"; git ls-files -coz --exclude-standard | xargs -0 cp --parents -t "$0"'

@@ -187,7 +187,7 @@ def soak(args):
         if done % 100 == 0:
             print(f"{done} episodes", file=sys.stderr, flush=True)
 
-    backend, _ = pick_backend(args.backend, model_is_tiny=True)
+    backend, _ = pick_backend(args.backend, stand_in=True)
     begin = time.perf_counter()
     before, after = episodes_in_a_row(backend, args.count, report, disk=True)
     seconds = time.perf_counter() - begin

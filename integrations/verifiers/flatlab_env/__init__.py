@@ -10,6 +10,7 @@ import math
 import zlib
 from dataclasses import asdict, replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import verifiers.v1 as vf
@@ -17,7 +18,8 @@ import verifiers.v1 as vf
 from env import Env, in_thread
 from flatlab.errors import SandboxFault
 from flatlab.model.endpoint import Endpoint
-from flatlab.options import EpisodeOptions, ModelOptions, SandboxOptions, derive
+from flatlab.model.path import ModelPath
+from flatlab.options import DERIVED, EpisodeOptions, ModelOptions, SandboxOptions, fill_in
 from flatlab.task.value import improvement, value_of
 from flatlab.world.episode import Episode, play, start
 from tasks import load_task
@@ -130,7 +132,10 @@ class FlatlabHarness(vf.Harness[FlatlabHarnessConfig]):
             max_reply_tokens=ctx.sampling.max_tokens or options.episode.max_reply_tokens,
             episode_minutes=min(limit / 60, options.episode.episode_minutes),
         )
-        derive(ModelOptions(context=options.context), limits, is_tiny=False)
+        lengths = SimpleNamespace(
+            model=ModelOptions(context=options.context), episode=limits, DERIVED=DERIVED
+        )
+        fill_in(lengths, ModelPath("", None, stand_in=False))
         try:
             message = data.system_prompt or ""
             world = await in_thread(Env, load(data.task), options.sandbox, seed, message)

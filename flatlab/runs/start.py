@@ -1,0 +1,144 @@
+"""The start of every script: its configs, complete and checked, and its runs.
+
+    seeds, model = start.configs(Config, SCRIPT, check)             # all checked before one runs
+    tasks = env.open_tasks(seeds[0].tasks, seeds[0].sandbox)
+    for cfg in seeds:
+        run = start.open_run(cfg, env.digests(tasks, cfg.episode), model, is_finished)
+        with start.recorded([run]):
+            ...
+
+A config is completed in complete() alone, and nothing changes it afterwards. What a script derives
+from other options is in the DERIVED of its Config, which --help shows.
+"""
+
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+from flatlab import options
+from flatlab.errors import UserError, first_cause, sentence_of, shown
+from flatlab.files import read_mapping
+from flatlab.model.path import ModelPath, default_model, model_name, resolve_model
+from flatlab.numbers import value_text
+from flatlab.runs import cli, store, trackers
+from flatlab.runs.fingerprint import fingerprint
+
+# ------------------------------------------------------------------ configs
+
+
+def no_check(cfg, model) -> None:
+    """The check of a script that has none of its own."""
+
+
+def configs(config_class, script: str, check: Callable) -> tuple[list, ModelPath | None]:
+    """Parses the command line into the config of each --seed, and their model, see each_seed."""
+    cfg = cli.parse_config(config_class, sys.argv[1:])
+    return each_seed(cfg, lambda cfg, seed: run_name(cfg, seed, script), check)
+
+
+def run_name(cfg, seed: int, script: str) -> str:
+    """Name of the run of a seed: --name, which ends with the seed if there are several, or
+    <script>-<tasks>-<model>-<seed>.
+    """
+    if not cfg.name:
+        return f"{script}-{value_text(cfg.tasks.task)}-{model_name(cfg)}-{seed}"
+    return f"{cfg.name}-{seed}" if len(cfg.seed) > 1 else cfg.name
+
+
+def each_seed(cfg, name_of: Callable, check: Callable = no_check) -> tuple[list, ModelPath | None]:
+    """A complete config for each --seed, which is a number there, and their model. All else is
+    shared.
+
+    name_of: (cfg, seed) -> name of the run. check: see complete.
+    """
+    seeds = []
+    for seed in cfg.seed:
+        seeds.append(replace(cfg, seed=seed, name=name_of(cfg, seed)))
+        model = complete(seeds[-1], check)
+    return seeds, model
+
+
+def complete(cfg, check: Callable = no_check) -> ModelPath | None:
+    """Fills in the options that are None. Returns the path of the model; None for an endpoint.
+
+    check: the script's own check of a complete config and its model. Raises UserError for settings
+    that are wrong.
+    """
+    url = getattr(cfg, "url", None)  # grpo.py and sft.py have none
+    if url and not cfg.model.model:
+        raise UserError("--url needs --model: the name that the endpoint knows.")
+    keep_choices(cfg)
+    cfg.model.model = cfg.model.model or default_model()
+    model = ModelPath(cfg.model.model, None, False) if url else resolve_model(cfg.model.model)
+    options.fill_in(cfg, model)
+    if cfg.episode.max_reply_tokens >= cfg.model.context:
+        raise UserError(
+            f"--max-reply-tokens {cfg.episode.max_reply_tokens} leaves no room for a prompt in "
+            f"--context {cfg.model.context}."
+        )
+    check(cfg, model)
+    return None if url else model
+
+
+def keep_choices(cfg) -> None:
+    """Gives --model and --backend, where they are left open, the values that the run or grid
+    logs/<cfg.name> has used: what is found on this machine may differ from start to start.
+    """
+    where = store.run_directory(cfg.name)
+    for file in [where / "config.yaml", *sorted(where.glob("*/config.yaml"))][:2]:
+        old = read_mapping(file, default={})
+        cfg.model.model = cfg.model.model or old.get("model")
+        sandbox = getattr(cfg, "sandbox", None)  # sft.py has none
+        if sandbox and sandbox.backend == "auto":
+            sandbox.backend = old.get("backend", "auto")
+
+
+# ------------------------------------------------------------------ runs
+
+
+def open_run(cfg, digests: list[str], model, is_finished, where=None, **cell) -> store.Run:
+    """Opens the run directory of a complete config and its trackers, see store.open_run. Says if
+    the run is finished.
+
+    digests: see fingerprint(). model: a ModelPath; None for an endpoint. where: the directory,
+    default logs/<cfg.name>. cell: values of a cell of a grid, in place of the grid's own.
+    """
+    config = options.flat(cfg) | cell
+    trackers.check_packages(config.get("trackers", ()))
+    made_by = fingerprint(digests, model)
+    where = where or store.run_directory(cfg.name)
+    run = store.open_run(where, config, made_by, cfg.RESUMABLE, is_finished)
+    if run.finished:
+        print(f"{where} was finished before: nothing is left to run.")
+    else:
+        run.trackers = trackers.open_trackers(run)
+    return run
+
+
+@contextmanager
+def recorded(runs: list, first: dict | None = None, where=None):
+    """Merges `first` into the result.json of the runs, and what ended the block into that of those
+    that are not finished: the status "interrupted", or "failed: <why>". A full disk may leave the
+    status as it was.
+
+    runs: None among them is that of another rank. where: directory of a grid of runs.
+    """
+    runs = [run for run in runs if run]
+    try:
+        for run in runs if first else ():
+            run.update_result(**first)
+        yield
+    except BaseException as error:
+        cause = first_cause(error)
+        status = f"failed: {sentence_of(cause) or shown(repr(cause))}"
+        if isinstance(cause, KeyboardInterrupt):
+            status = "interrupted"
+            if runs:
+                where = where or runs[0].dir
+                print(f"\ninterrupted; the same command continues {where}", file=sys.stderr)
+        for run in runs:
+            with suppress(OSError):
+                if run.result.get("status") != "finished":
+                    run.update_result(status=status)
+        raise
