@@ -518,7 +518,7 @@ def micro_loss(policy, part: list, cfg: Config, meter: Meter, epoch: int, kl_wei
         lag = policy.version - column(part, "version", policy.device)
         is_current = lag == 0
         difference = (logp.detach() - old).abs()[is_current]
-        meter.add("sum", judged_tokens=is_current)
+        meter.add("sum", compared_tokens=is_current)
         meter.add("mean", lag_mean=lag, logprob_diff_mean=difference)
         meter.add("max", lag_max=lag, logprob_diff_max=difference)
     return loss.sum()

@@ -22,7 +22,7 @@ from flatlab.errors import UserError
 from flatlab.files import content_key, read_rows
 from flatlab.model.chat import Sample
 from flatlab.numbers import count
-from flatlab.runs import cli, start
+from flatlab.runs import cli, start, store
 from flatlab.task.value import improvement
 from flatlab.train import checkpoint, metrics
 from flatlab.train.batch import TrainSequence, column, micro_batches, sequences_of
@@ -245,7 +245,8 @@ def open_run(cfg: Config, model, tasks: list):
     imitated = content_key(*map(replies_of, transcripts))
     if run.rows() and run.result.get("imitated") != imitated:
         raise UserError(
-            f"The best episodes of --runs are others than those that {run.dir}/result.json names."
+            f"{run.dir}/result.json names other episodes than the best of --runs, or none: give "
+            f"the same --runs. {store.WAY_OUT}"
         )
     run.update_result(imitated=imitated)
     return run, transcripts

@@ -162,27 +162,18 @@ def row(step, **values):
 
 
 HEALTHY = [row(i) for i in range(12)]
-ALARMS = (
-    ({}, []),
-    ({"entropy": 0.05}, ["the entropy collapsed"]),
-    ({"entropy": 1.5}, ["the entropy explodes"]),
-    ({"clip_share": 0.4}, ["clipped"]),
-    ({"logprob_diff_mean": 1e-4}, ["drift apart"]),
-    ({"grad_norm": 3.0}, ["gradient"]),
-    ({"grad_norm": math.nan, "skipped": 1}, ["gradient", "skipped"]),
-    ({"zero_variance_share": 1.0}, ["equal rewards"]),
-    ({"fault_share": 0.3}, ["sandboxes broke"]),
-    ({"ungraded_share": 0.5}, ["grader often gives no result"]),
-    ({"lost_tokens": 2}, ["not finite"]),
-    ({"valid_share": 0.3}, ["fewer than half"]),
-)
 
 
-@pytest.mark.parametrize("values, expected", ALARMS)
-def test_alarms(values, expected):
-    alarms = metrics.alarms(row(12, **values), HEALTHY)
-    for alarm, words in zip(alarms, expected, strict=True):
-        assert words in alarm
+def test_alarms():
+    """Their bounds are below."""
+    assert metrics.alarms(row(12), HEALTHY) == []
+    for entropy, words in ((0.05, "the entropy collapsed"), (1.5, "the entropy explodes")):
+        [alarm] = metrics.alarms(row(12, entropy=entropy), HEALTHY)
+        assert alarm.startswith(words)
+    gradient, skipped = metrics.alarms(row(12, grad_norm=math.nan, skipped=1), HEALTHY)
+    assert "gradient" in gradient and "skipped" in skipped
+    assert metrics.alarms({"grad_norm": 5.0}, [{"grad_norm": 0.0}]) == []
+    assert not metrics.fell_by_half(0.0, metrics.LOST)
 
 
 @pytest.mark.parametrize(
@@ -210,10 +201,6 @@ def test_bounds_of_the_alarms(key, usual, quiet, loud):
     assert metrics.alarms({key: quiet}, rows) == []
     [alarm] = metrics.alarms({key: loud}, rows)
     assert f"({key} {loud:.3g}, usually {usual:.3g})" in alarm
-
-
-def test_no_alarm_where_no_gradient_was_before():
-    assert metrics.alarms({"grad_norm": 5.0}, [{"grad_norm": 0.0}]) == []
 
 
 def test_a_row_without_numbers_does_not_spoil_what_is_usual():
@@ -293,6 +280,7 @@ def test_best_is_the_adapter_with_the_largest_mean_value():
     steady = judged(TASK, *[0.742] * 64)
     assert nothing["score_mean"] is nothing["score_best_of_8"] is None
     assert (nothing["value_mean"], nothing["valid_share"]) == (-1, 0)
+    assert not [key for key in nothing if "." in key]  # those of several tasks
     assert summary_text(nothing) == "value -1.0000 ± 0.0000, 0% valid"
     assert risky["score_mean"] == pytest.approx(0.79)
     assert metrics.better(nothing, None)
@@ -463,6 +451,7 @@ def test_paired_differences_by_hand():
     nothing, baseline = scored_group(task, None), scored_group(task, task.baseline)
     paired = metrics.paired_difference([nothing], [baseline])
     assert paired == {"difference": -1, "difference_stderr": None, "difference_n": 1}
+    assert metrics.paired_difference([nothing], [])["difference"] is None
 
 
 def test_paired_runs_are_compared_with_the_untrained_adapter_and_best_alone_shows_the_test():
@@ -492,6 +481,7 @@ def test_a_row_has_times_and_memory():
     assert (row["seconds"], row["tokens_per_second"]) == (6.0, 5.0)
     assert [row[phase] for phase in metrics.PHASES] == [1.0, 2.0, 3.0, 4.0]
     assert 0.01 < row["memory_gb"] < 1000
+    assert metrics.peak_bytes("cpu") % 1024 == 0
 
 
 def test_the_first_results_in_a_row_of_tasks():
@@ -657,7 +647,9 @@ def test_groups_travel_without_the_sequences_to_train_on(tmp_path):
     logprob = -0.1234567890123456789
     sampled = Segment([1, 2, 3], [-1, 0, 1], [0.0, logprob, math.nan], [-1, 4, 5])
     episode = Episode("t", 0, segments=[sampled], packed=store.packed_tokens([sampled]))
-    [group] = gather_groups([Group(0, TASK, [episode], [0.5])], TrainingRun())
+    played = [Group(1, TASK, [], []), Group(0, TASK, [episode], [0.5])]
+    group, last = gather_groups(played, TrainingRun())
+    assert (group.number, last.number) == (0, 1)
     [copy] = group.episodes
     assert (copy.segments, episode.segments) == ([], [sampled])
     (tmp_path / "episodes").mkdir()

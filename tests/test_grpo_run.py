@@ -309,15 +309,12 @@ def test_sigterm_is_an_orderly_end(tmp_path, tiny_model):
 BAD_INPUT = {
     "--task titanik": "did you mean titanic",
     "--name x --model tiny": "Cannot write the run directory logs/x",
-    "--loss reinforce": "dapo",
     "--eval-episodes 1": "--eval-episodes must be 0 or at least 2",
-    "--lr nan": "--lr must be from 0 to 1 billion, not nan",
     "--learning-rate 1": "Unrecognized options: --learning-rate",
     "--gpu-memory 45": "--gpu-memory must be from 0.01 to 1, not 45",
     "--max-groups 1": "--max-groups 1 is less than --groups 4",
     "--loss gspo --ahead 1": "the bounds of --loss gspo would clip most of what is sampled",
     "--advantage ppo": "Unknown --advantage 'ppo'",
-    "configs/none.yaml": "configs/none.yaml",
 }
 
 

@@ -4,7 +4,6 @@ import json
 import shutil
 import signal
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +16,7 @@ import sft
 from examples import ppo
 from flatlab.files import read_mapping, read_rows, save_tensors
 from flatlab.model.chat import ChatTokens
+from flatlab.model.path import resolve_model
 from flatlab.options import EpisodeOptions
 from flatlab.runs import start, store
 from flatlab.suites.attempts import read_suite
@@ -65,6 +65,9 @@ def stored(tmp_path):
         return str(tmp_path / "a")
 
     return stored
+
+
+OTHER = transcript(0.79, turn("b"))
 
 
 def chosen_replies(where, share):
@@ -123,6 +126,21 @@ def test_nothing_to_imitate_is_one_sentence(policy, stored, imitate, monkeypatch
         imitate("b", transcript(0.78, turn("a")))
 
 
+def test_the_episodes_that_are_imitated_are_those_of_the_start(stored, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = resolve_model("tiny")
+    for change in (lambda run: (run / "result.json").unlink(), lambda run: stored(OTHER)):
+        cfg = configure(SFT, name="x", runs=(stored(transcript(0.78, turn("a"))),))
+        run, _ = sft.open_run(cfg, model, [TASK])
+        run.log({"step": 0})
+        (run.dir / "checkpoints/000000").mkdir()
+        run.lock.close()
+        change(run.dir)
+        with user_error("x/result.json names other episodes .*choose another --name"):
+            sft.open_run(cfg, model, [TASK])
+        shutil.rmtree(run.dir)
+
+
 def test_only_replies_that_were_complete_and_run_are_imitated(policy):
     turns = [
         turn("first", "one"),
@@ -158,10 +176,7 @@ def test_an_episode_that_does_not_fit_is_cut(policy):
     assert len(piece.old) == 2 * 701
 
 
-def test_imitation_raises_the_probability_of_the_replies_and_resumes(
-    policy, imitate, tmp_path, monkeypatch
-):
-    """With the same weights and losses as without the interruption."""
+def test_imitation_raises_the_probability_of_the_replies(policy, imitate, tmp_path):
     first = turn("```bash\npython3 best.py\n```", "ok")
     transcripts = [transcript(0.78, first, turn(f"submit {i}")) for i in range(12)]
     [piece] = sft.sequences_from(transcript(0.78, first), policy, SFT)
@@ -171,23 +186,10 @@ def test_imitation_raises_the_probability_of_the_replies_and_resumes(
             return policy.logprobs([(piece.tokens, piece.mask)])[0].mean()
 
     before = mean_logprob()
-    whole = imitate("whole", *transcripts)
+    imitate("whole", *transcripts)
     assert mean_logprob() > before + 0.1
     weights = weights_of(policy)
-    update, calls = sft.update, count()
-
-    def interrupted(*args):
-        if next(calls) == 3:
-            raise KeyboardInterrupt
-        return update(*args)
-
-    monkeypatch.setattr(sft, "update", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        imitate("halves", *transcripts)
-    halves = imitate("halves", *transcripts)
-    for key in ("step", "loss"):
-        assert [row[key] for row in halves] == [row[key] for row in whole]
-    policy.load_adapter(tmp_path / "halves/best")
+    policy.load_adapter(tmp_path / "whole/best")
     assert has_weights(policy, weights)
 
 

@@ -610,18 +610,10 @@ def test_a_node_whose_files_are_too_large_keeps_its_score_but_nothing_builds_on_
 
 
 BAD_INPUT = {
-    "--task titanik": "Unknown task 'titanik'; did you mean titanic",
     "--seed 0 -1": "--seed must be from 0 to 4294967295, not -1",
     "--seed 0 0": "--seed has a value twice",
-    "--tau nan": "--tau must be from 0 to 1, not nan",
-    "--select ucb --rule-args c=-1": "c is -1.0: it must be a finite number of at least 0",
-    "--select ucb --rule-args c=x": "c is 'x': it must be a finite number of at least 0",
-    "--select ucb --rule-args drafts=0": "drafts is 0: it must be a finite number of at least 1",
     "--select ucb --rule-args tau=1": "rule ucb has no 'tau'; it has drafts, c",
-    "--select evolution --rule-args unknown=1": "has no 'unknown'; it has drafts, crossover_prob",
     "--model x --url localhost:8/v1": "its scheme in front: --url http://localhost:8/v1",
-    "--url http://127.0.0.1:9/v1": "--url needs --model",
-    "--model /no/such/model": "/no/such/model",
 }
 
 
@@ -707,15 +699,6 @@ def test_the_stand_in_grows_a_tree_survives_kill_9_and_goes_on(name, flags, mome
     assert all(after[path][: len(lines)] == lines for path, lines in before.items())
     assert list(map(len, after.values())) == rows
     assert "was finished before: nothing is left to run" in done(".", name, command)
-
-
-@pytest.mark.slow
-def test_ctrl_c_says_how_to_go_on():
-    code, err = run_until(".", nodes_are(1), "search.py", COMMAND, signal.SIGINT)
-    assert code == 130
-    assert "the same command continues" in err
-    assert "Traceback" not in err
-    assert read_mapping(Path("logs/x/result.json"))["status"] == "interrupted"
 
 
 def test_a_journal_of_another_version_is_refused_with_one_sentence():

@@ -319,8 +319,13 @@ def test_defaults_of_the_rules():
     }
     assert kinds["bfs"] == (False, True, True)
     assert kinds["linear"] == (False, False, False)
-    with pytest.raises(UserError, match="drafts is 0: it must be a finite number of at least 1"):
-        SELECT["ucb"].constants(search_config(select="ucb", rule_args=("drafts=0",)))
+    for text, least in {
+        "drafts=0": "0: .* of at least 1",
+        "c=-1": "-1.0: .* 0",
+        "c=x": "'x'",
+    }.items():
+        with pytest.raises(UserError, match=f" is {least}"):
+            SELECT["ucb"].constants(search_config(select="ucb", rule_args=(text,)))
     for name, known in {"mcts": "c, branching", "linear": "none"}.items():
         with pytest.raises(UserError, match=f"no 'x'; it has {known}\\."):
             rules.RULES[name].constants(search_config(select=name, rule_args=("x=1",)))

@@ -7,8 +7,8 @@
         with start.recorded([run]):
             ...
 
-A config is completed in complete() alone, and nothing changes it afterwards. What a script derives
-from other options is in the DERIVED of its Config, which --help shows.
+A config is completed in complete() alone. What a script derives from other options is in the
+DERIVED of its Config, which --help shows.
 """
 
 import sys
@@ -87,7 +87,7 @@ def keep_choices(cfg) -> None:
     """
     where = store.run_directory(cfg.name)
     for file in [where / "config.yaml", *sorted(where.glob("*/config.yaml"))][:2]:
-        old = read_mapping(file, default={})
+        old = store.read_own(read_mapping, file, default={})
         cfg.model.model = cfg.model.model or old.get("model")
         sandbox = getattr(cfg, "sandbox", None)  # sft.py has none
         if sandbox and sandbox.backend == "auto":

@@ -34,7 +34,7 @@ TESTED_BY = {
     "flatlab/tree/rules.py": {"tree": ""},
     "flatlab/task/value.py": {"tree": "", "objective": "", "grpo": METRICS},
     "flatlab/task/grading.py": {"task": "", "exact": "", "env": "", "attacks": ""},
-    "flatlab/train/batch.py": {"objective": "", "grpo": "share_of_the_micro_batches or travel"},
+    "flatlab/train/batch.py": {"objective": "", "grpo": "micro_batches or travel or exact_task"},
     "flatlab/train/metrics.py": {"grpo": METRICS},
     "grpo.py": {"objective": ""},
     "flatlab/model/packing.py": {"policy": PACKED, "families": ""},
