@@ -592,7 +592,7 @@ async def train(policy, cfg: Config, job, update=update, play=play) -> None:
 
 async def begin(policy, optimizer, cfg: Config, job) -> list[dict]:
     """Resumes the run, or evaluates what training starts from. Returns the rows that are there."""
-    cfg.micro_tokens = policy.fit_micro_tokens(cfg.micro_tokens, job.ranks.world)
+    cfg.micro_tokens = policy.fit_micro_tokens(cfg.micro_tokens)
     job.say(f"memory   a training pass takes up to {cfg.micro_tokens} tokens")
     if cfg.ahead:
         await in_trainer(threads.use_all, policy.decode_threads)  # the engine keeps its own
@@ -656,12 +656,11 @@ def check(cfg: Config, model) -> None:
 
 
 def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train) -> None:
-    # The timeout covers waiting for the slowest rank; a rank that died is noticed at once.
-    ranks = join(timeout=24 * 3600)
+    join()  # before anything touches CUDA: a rank of torchrun sees only its own GPU
     seeds, model = start.configs(config_class, script, check)
     console.model_line(seeds[0], model)
     tasks = env.open_tasks(seeds[0].tasks, seeds[0].sandbox, model.stand_in)
-    jobs = [open_job(cfg, model, tasks, ranks) for cfg in seeds]
+    jobs = [open_job(cfg, model, tasks) for cfg in seeds]
     policy = None  # one engine for all of them
     for cfg, job in zip(seeds, jobs):
         if not job.finished:
@@ -676,16 +675,14 @@ def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train) -
     end([job.run for job in jobs if job.run])
 
 
-def open_job(cfg: Config, model, tasks: list, ranks) -> TrainingRun:
-    """Opens the run of a seed; only rank 0 has one."""
-    run = None
-    if ranks.rank == 0:
-        digests = env.digests(tasks, cfg.episode)
-        limits = {"steps": cfg.steps, "n": cfg.eval_episodes}
-        is_finished = functools.partial(checkpoint.is_finished, **limits)
-        run = start.open_run(cfg, digests, model, is_finished)
-    finished = ranks.first(bool(run and run.finished))
-    return TrainingRun(ranks, tasks, run=run, finished=finished)
+def open_job(cfg: Config, model, tasks: list) -> TrainingRun:
+    """Opens the run of a seed."""
+    digests = env.digests(tasks, cfg.episode)
+    limits = {"steps": cfg.steps, "n": cfg.eval_episodes}
+    is_finished = functools.partial(checkpoint.is_finished, **limits)
+    job = TrainingRun(tasks)
+    job.open(start.open_run, cfg, digests, model, is_finished)
+    return job
 
 
 def load_policy(policy_class, cfg: Config, model, job) -> Policy:
