@@ -276,25 +276,27 @@ LOSSES = {
 class Config:
     """An option that is None gets its default from DERIVED, or the comment names it; 0 is zero."""
 
-    # run directory logs/<name>, with several seeds logs/<name>-<seed>; default:
-    # <script>-<task>-<model>-<seed>
+    # run directory logs/<name>, with several seeds logs/<name>-<seed>; the default name
+    # is <script>-<task>-<model>-<seed>
     name: str | None = None
-    # seeds of sampling, initial adapter and choice of tasks: a run each, one after the other; in
-    # the config of a run it is one number
+    # seeds of sampling, initial adapter and choice of tasks: a run each, one after the other
     seed: tuple[int, ...] = (0,)
     # training steps; a larger number continues a finished run
     steps: int = 30
 
     groups: int = 4  # P: groups per step
-    # upper bound on the groups per step, when groups with equal rewards are replaced: 2 P
-    max_groups: int | None = None
     # G: episodes per group, compared with each other
     group_size: int = 8
+    reward: Literal[*REWARDS] = "continuous"  # function of the improvement over the baseline
+    lr: float | None = None  # learning rate of AdamW
+    kl: float = 0.05  # weight of the KL to the policy before the first step
+
+    # upper bound on the groups per step, when groups with equal rewards are replaced: 2 P
+    max_groups: int | None = None
     ahead: int = 0  # steps sampled ahead of the update; bounds the lag of an episode's first token
     # episodes in flight at once in each process: 32 for each of the 1 + ahead steps
     concurrency: int | None = None
 
-    reward: Literal[*REWARDS] = "continuous"  # function of the improvement over the baseline
     advantage: Literal[*ADVANTAGES] = "group"  # what an episode is compared with
     # runnable: a reply that could not be run gets no positive advantage; complete: no loss on
     # replies that reached the length limit
@@ -302,9 +304,7 @@ class Config:
     loss: Literal[*LOSSES] = "dapo"  # policy-gradient loss; LOSSES shows what each one consists of
     clip_low: float = field(init=False)  # the bounds of the loss, from LOSSES
     clip_high: float = field(init=False)
-    kl: float = 0.05  # weight of the KL to the policy before the first step
 
-    lr: float | None = None  # learning rate of AdamW
     # rank of the LoRA matrices, that of --model's adapter if there is one. Alpha is twice the rank
     lora_rank: int | None = None
 
