@@ -567,6 +567,26 @@ def test_the_help_names_no_default_that_is_none(capsys):
     assert "(default: )" not in shown
 
 
+FIRST = {
+    grpo: "name seed steps groups group-size reward lr kl",
+    search: "name seed nodes sampling-mode select workers url",
+}
+
+
+@pytest.mark.parametrize("script", FIRST)
+def test_the_help_begins_with_the_flags_that_people_use_in_lines_of_the_terminal(
+    script, monkeypatch, capsys
+):
+    monkeypatch.setenv("COLUMNS", "70")
+    with pytest.raises(SystemExit):
+        cli.parse_config(script.Config, ["--help"])
+    flags = re.findall(r"^. --([a-z-]+)", capsys.readouterr().out, re.MULTILINE)
+    assert flags[: len(FIRST[script].split())] == FIRST[script].split()
+    paragraph, *rest = cli.wrapped(script.__doc__).split("\n\n")
+    assert max(map(len, paragraph.splitlines())) <= 70
+    assert "\n\n".join(rest[:1]) in script.__doc__
+
+
 def test_a_first_bare_value_has_its_flag_and_no_color_is_kept(monkeypatch):
     def start(task: str = ""):
         return task
@@ -574,6 +594,7 @@ def test_a_first_bare_value_has_its_flag_and_no_color_is_kept(monkeypatch):
     for words in ("titanic", "--task titanic"):
         monkeypatch.setattr(sys, "argv", ["tasks.py", *words.split()])
         assert cli.call(start) == "titanic"
+        assert cli.parse_config(grpo.Config, words.split()).tasks.task == ("titanic",)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
     cli.one_sentence(lambda: None)

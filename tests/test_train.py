@@ -37,7 +37,7 @@ def test_the_lag_is_bounded_and_every_planned_group_is_trained_once(play, policy
         assert versions_of(episodes) <= set(range(max(0, step - ahead), step + 1))
     for name in ("eval-000002", "eval-000005"):
         assert len(versions_of(read_rows(f"logs/a/episodes/{name}.jsonl"))) == 1
-    stale = [row for row in rows if row["judged_tokens"] == 0]
+    stale = [row for row in rows if row["compared_tokens"] == 0]
     assert bool(stale) == bool(ahead)
     assert not any("logprob_diff_mean" in row for row in stale)
     assert 0 < max(row.get("logprob_diff_max", 0) for row in rows) < policy.diff_limit

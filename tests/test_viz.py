@@ -530,7 +530,7 @@ def test_each_picture_has_one_size_for_a_paper_and_no_empty_cell(tmp_path):
 
 
 def group_of(*runs):
-    return plots.RunGroup(plots.LOOKS[0], {}, [*runs])
+    return plots.RunGroup(plots.STYLES[0], {}, [*runs])
 
 
 def test_the_curve_of_evaluations_begins_before_training(tmp_path):

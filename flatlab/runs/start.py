@@ -7,8 +7,8 @@
         with start.recorded([run]):
             ...
 
-A config is completed in complete() alone, and nothing changes it afterwards. What a script derives
-from other options is in the DERIVED of its Config, which --help shows.
+A config is completed in complete() alone. What a script derives from other options is in the
+DERIVED of its Config, which --help shows.
 """
 
 import sys

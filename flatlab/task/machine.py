@@ -91,7 +91,7 @@ def open_sandbox(task: Task, options: SandboxOptions, seed: int = 0, **limits) -
     return box
 
 
-LOOK = """
+LIST_SOFTWARE = """
 import importlib.metadata, json, os, platform
 names = {}
 for one in importlib.metadata.distributions():
@@ -110,7 +110,7 @@ def software_of(box: Sandbox) -> list:
     key = (box.backend, box.spec.image)
     with looking:
         if key not in looked_up:
-            result = box.run(["python3", "-I", "-c", LOOK], 60)
+            result = box.run(["python3", "-I", "-c", LIST_SOFTWARE], 60)
             if result.exit_code:
                 raise SandboxFault(f"python3 cannot list its packages: {result.output[-500:]}")
             looked_up[key] = json.loads(result.output)

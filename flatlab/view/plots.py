@@ -20,7 +20,7 @@ from flatlab.view.reader import NOUNS, RunData, score_text
 
 # Okabe and Ito: distinct with any kind of colour vision; marks and dashes are for grey print
 COLOURS = "#0072B2 #D55E00 #009E73 #E69F00 #CC79A7 #56B4E9 #000000".split()
-LOOKS = [{"color": colour, "marker": mark} for colour, mark in zip(COLOURS, "os^DvPX")]
+STYLES = [{"color": colour, "marker": mark} for colour, mark in zip(COLOURS, "os^DvPX")]
 DASHES = ("-", "--", ":")
 GREY = "#888888"
 STYLE = {
@@ -85,7 +85,7 @@ UNITS = {  # the first part that a key contains counts
 class RunGroup:
     """Runs that differ by their seeds only."""
 
-    look: dict[str, str]  # of LOOKS
+    style: dict[str, str]  # of STYLES
     settings: dict[str, str]  # see settings_of()
     runs: list[RunData] = field(default_factory=list)
     results: list[dict] = field(default_factory=list)  # of each run, see result_of()
@@ -149,10 +149,10 @@ def draw_keys(axis, groups: list[RunGroup], keys: list[str]) -> None:
     for key, colour, dash in zip(keys, COLOURS, DASHES):
         for group in groups:
             frame = by_step(group, key)
-            look = group.look if several else group.look | {"color": colour}
-            axis.plot(frame, dash, color=look["color"], alpha=0.3, linewidth=0.7)
+            style = group.style if several else group.style | {"color": colour}
+            axis.plot(frame, dash, color=style["color"], alpha=0.3, linewidth=0.7)
             windows = frame.dropna().rolling(window_of(frame), center=True, min_periods=1)
-            draw_mean(axis, windows.mean(), linestyle=dash, **look)
+            draw_mean(axis, windows.mean(), linestyle=dash, **style)
             if key.startswith("eval_") and alone:
                 errors = by_step(group, key.replace("_mean", "_stderr"))
                 axis.errorbar(frame.index, frame[0], errors[0], color=colour, fmt="none")
@@ -195,18 +195,18 @@ def draw_ends(axis, run: RunData) -> None:
         axis.errorbar(best["step"] + 1, value, error, fmt="k*", markersize=8, label=label)
 
 
-def draw_mean(axis, frame, **look):
+def draw_mean(axis, frame, **style):
     """The mean over the runs, and of FEW_SEEDS runs or more a band of one standard error on each
     side.
 
     frame: a DataFrame with a column for each run.
     """
     middle = frame.mean(axis=1)
-    axis.plot(middle, markevery=len(frame) // 5 or 1, **look)
+    axis.plot(middle, markevery=len(frame) // 5 or 1, **style)
     if len(frame.columns) >= FEW_SEEDS:
         error = frame.sem(axis=1)
         axis.fill_between(
-            frame.index, middle - error, middle + error, color=look["color"], alpha=0.15
+            frame.index, middle - error, middle + error, color=style["color"], alpha=0.15
         )
 
 
@@ -231,18 +231,18 @@ def draw_nodes(axis, groups: list[RunGroup]) -> None:
 
     for group in groups:
         for one in group.runs:
-            look = group.look | {"alpha": 0.5, "linestyle": ""}
-            axis.plot(valid_values(one), markersize=2, **look)
+            style = group.style | {"alpha": 0.5, "linestyle": ""}
+            axis.plot(valid_values(one), markersize=2, **style)
             outcomes = enumerate([row["outcome"] for row in one.rows], 1)
             failed = np.array([number for number, outcome in outcomes if outcome == "failed"])
-            look |= {"marker": "x", "transform": axis.get_xaxis_transform()}
+            style |= {"marker": "x", "transform": axis.get_xaxis_transform()}
             # the layout would take an empty line for one at the lower left corner of the figure
-            axis.plot(failed, 0 * failed, clip_on=False, in_layout=False, **look)
+            axis.plot(failed, 0 * failed, clip_on=False, in_layout=False, **style)
         # a run that has ended keeps its value
         frame = pandas.concat(map(valid_values, group.runs), axis=1).cummax().ffill()
         if len(group.runs) > 1:
             frame = frame.fillna(WORST)
-        draw_mean(axis, frame, drawstyle="steps-post", **group.look)
+        draw_mean(axis, frame, drawstyle="steps-post", **group.style)
     axis.axhline(0, color=GREY, linestyle=":")
     axis.locator_params(axis="x", integer=True)
     axis.set(
@@ -269,7 +269,7 @@ def draw_episodes(axis, groups: list[RunGroup]) -> None:
             values = own["value"].astype(float)
             valid = values[own["outcome"] == "valid"]
             heights = strip + 0.6 * (np.arange(len(valid)) * GOLDEN % 1 - 0.5)
-            axis.plot(valid, heights, alpha=0.5, markersize=3, linestyle="", **group.look)
+            axis.plot(valid, heights, alpha=0.5, markersize=3, linestyle="", **group.style)
             axis.errorbar(values.mean(), strip, xerr=values.sem(), fmt="kD", capsize=3)
             ends = own["outcome"].value_counts()
             labels.append(f"{task}: {ends.get('failed', 0)} of {len(own)} failed")
@@ -437,7 +437,7 @@ def draw_panels(groups: list[RunGroup], panels=()):
         for group in groups:
             text = shorten(f"{group.label} {group.differs}", 200)
             text = textwrap.fill(text, int(15 * width))
-            handles += axis.plot([], [], label=text, **group.look)
+            handles += axis.plot([], [], label=text, **group.style)
         title = "mean over runs, band (three or more): ± standard error"
         title *= kind != "evaluation"
         legend = figure.legend(handles=handles, title=title, loc="outside lower center")

@@ -13,7 +13,7 @@ from statistics import fmean
 from flatlab.numbers import BEST_OF, count, duration, plus_minus, standard_error, value_text
 from flatlab.task.value import summary, summary_text
 from flatlab.train.metrics import fell_by_half
-from flatlab.view.plots import FEW_SEEDS, LOOKS, RunGroup, series, window_of
+from flatlab.view.plots import FEW_SEEDS, STYLES, RunGroup, series, window_of
 from flatlab.view.reader import (
     NOUNS,
     RunData,
@@ -274,7 +274,7 @@ def learned(items: list[dict]) -> str:
 # ------------------------------------------------------------------ groups of runs
 
 # Settings that do not change what is measured
-NOT_OF_THE_GROUP = set(
+IGNORED_SETTINGS = set(
     "seed name workers concurrency url eval_episodes backend trackers gpu_memory".split()
 )
 
@@ -292,7 +292,7 @@ def groups_of(runs: list[RunData]) -> dict[tuple[str, str], list[RunGroup]]:
             if group.settings == settings and seed not in group.seeds:
                 break
         else:
-            group = RunGroup(LOOKS[len(table) % len(LOOKS)], settings)
+            group = RunGroup(STYLES[len(table) % len(STYLES)], settings)
             table.append(group)
         group.runs.append(run)
     for table in compared.values():
@@ -306,7 +306,7 @@ def groups_of(runs: list[RunData]) -> dict[tuple[str, str], list[RunGroup]]:
 def settings_of(run: RunData) -> dict[str, str]:
     """All that makes a run besides its seed: setting -> text; 'my.yaml@1a2b3c' with a digest."""
     settings = run.config.items()
-    texts = {key: value_text(value) for key, value in settings if key not in NOT_OF_THE_GROUP}
+    texts = {key: value_text(value) for key, value in settings if key not in IGNORED_SETTINGS}
     for part, digest in run.fingerprint.items():
         texts[part] = f"{texts.get(part, '')}@{digest[-1] if part == 'code' else digest:.6}"
     return texts

@@ -48,7 +48,7 @@ LOST = b"\n[the exported variables of this command are not kept: they are larger
 GRACE = 2  # seconds between SIGTERM and SIGKILL
 ERROR_BYTES = 8192  # tail of the stderr of root's programs
 STATE_BYTES = 1 << 18  # of exported variables that are kept for the next command
-LOOKS = 20  # so often an idle command is looked at before it is stopped
+IDLE_POLLS = 20  # number of times an idle command is checked before it is stopped
 IDLE_SHARE = 1 / 200  # of one core: timers and repeated requests without an answer use less
 
 
@@ -289,22 +289,22 @@ class Runner:
         poll.register(self.requests, 0)  # only whether it was closed
         stopped = ""
         used = 0  # CPU seconds at the last look that was not quiet
-        quiet_looks = 0
-        next_look = time.monotonic() + idle / LOOKS
+        quiet_polls = 0
+        next_poll = time.monotonic() + idle / IDLE_POLLS
         phase = "running"  # then "terminated" and "killed" after a time limit; "ended" at the end
         while True:
             left = max(0.0, limit - time.monotonic())
             if cpu_limit:
                 left = min(left, 0.1)  # the CPU time is looked at so often
             elif idle:
-                left = min(left, idle / LOOKS)
+                left = min(left, idle / IDLE_POLLS)
             ready = [fd for fd, _ in poll.poll(int(left * 1000) + 1)]
             if self.requests.fileno() in ready:
                 self.leave()
             for fd in outputs.keys() & set(ready):
                 chunk = os.read(fd, 65536)
                 outputs[fd].add(chunk)
-                quiet_looks = 0
+                quiet_polls = 0
                 if not chunk:
                     poll.unregister(fd)
                     os.close(fd)
@@ -314,14 +314,14 @@ class Runner:
             if cpu_limit and phase == "running" and self.cpu_seconds() >= cpu_limit:
                 stopped = "time"
                 limit = now
-            if idle and phase == "running" and now >= next_look:
-                next_look = now + idle / LOOKS
-                quiet_looks += 1
+            if idle and phase == "running" and now >= next_poll:
+                next_poll = now + idle / IDLE_POLLS
+                quiet_polls += 1
                 seconds = self.cpu_seconds()
                 if seconds - used > IDLE_SHARE * idle or can_run(descendants()):
-                    quiet_looks = 0
+                    quiet_polls = 0
                     used = seconds
-                if quiet_looks == LOOKS:
+                if quiet_polls == IDLE_POLLS:
                     stopped = "idle"
                     limit = now
             if phase != "ended" and self.exit_codes[pid] is not None:
