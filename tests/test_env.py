@@ -322,10 +322,10 @@ def test_validate_grades_in_a_fresh_sandbox_and_equal_artefacts_once(world, monk
 def test_grader_that_waits_is_stopped_before_its_time(world, monkeypatch, wait):
     monkeypatch.setattr(grading, "IDLE_SECONDS", 0.5)
     world.task.hidden["grade.py"].write_text(f"import time, threading\n{wait}")
-    world.task = replace(world.task, grade_timeout=3.0)
+    world.task = replace(world.task, grade_timeout=3.6)
     do(world, "echo a > guess.txt")
     score = world.score()
-    assert score.message == "The grader was stopped: it used no CPU for 0.5 seconds."
+    assert score.message == "The grader was stopped: it used no CPU for 0.6 seconds."
     assert score.grader_output.startswith("exit code 143 idle")
 
 

@@ -649,6 +649,7 @@ WRONG_FIELDS = {
     "num_hidden_layers": (None, "4"),
     "intermediate_size": ([384] * 4, 0),
     "max_position_embeddings": ("4k", -1),
+    "n_positions": ("4k",),
     "num_key_value_heads": (0, [2]),
     "rms_norm_eps": ("x", 0, math.nan, math.inf, True),
     "logit_scale": (0, "1"),
