@@ -406,6 +406,20 @@ def test_hidden_files_of_a_grading_are_readable_by_root_alone(world, task):
         assert "ermission denied" in box.run(f"cat {path}", 10).output
 
 
+def test_artefacts_are_files_folders_and_patterns(world, monkeypatch):
+    plain = world.task
+    world.task = replace(plain, artefacts=("guess.txt", "out/", "*.log"))
+    do(world, "echo a > guess.txt")
+    assert world.score().message == "no submission, out/ is not there or empty"
+    do(world, "mkdir out; touch out/1 2.log other")
+    found = grading.read_artefacts(world.task, world.sandbox)
+    assert {*found} == {"guess.txt", "out/1", "2.log"}
+    monkeypatch.setattr(grading, "MOST_FILES", 1)
+    assert world.score().message == "no submission, the workspace holds more than 1 files"
+    world.task = plain
+    assert world.score().valid
+
+
 @pytest.mark.fault(25, "a given file instead of an artefact")
 def test_a_given_file_is_not_an_artefact_of_the_agent(task, backend, tmp_path):
     given = replace(task, public={"guess.txt": tmp_path / "starter.txt"})
