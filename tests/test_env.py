@@ -418,6 +418,8 @@ def test_artefacts_are_files_folders_and_patterns(world, monkeypatch):
     assert world.score().message == "no submission, the workspace holds more than 1 files"
     world.task = plain
     assert world.score().valid
+    monkeypatch.setattr(grading, "ARTEFACT_BYTES", 1)
+    assert "guess.txt is larger than" in world.score().message
 
 
 @pytest.mark.fault(25, "a given file instead of an artefact")

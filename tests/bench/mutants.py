@@ -34,7 +34,7 @@ RUN = "run or resume or kill_9 or disk or checkpoint or directory or row or numb
 TESTED_BY = {
     "flatlab/tree/rules.py": {"tree": ""},
     "flatlab/task/value.py": {"tree": "", "objective": "", "grpo": METRICS},
-    "flatlab/task/grading.py": {"exact": GRADED, "task": GRADED, "env": GRADED},
+    "flatlab/task/grading.py": {"exact": GRADED, "task": GRADED, "env": GRADED, "faults": "mount"},
     "flatlab/train/batch.py": {"objective": "", "grpo": "micro_batches or travel or exact_task"},
     "flatlab/train/metrics.py": {"grpo": METRICS},
     "grpo.py": {"objective": ""},
