@@ -54,8 +54,8 @@ class ModelOptions(options.ModelOptions):
 class Config:
     """An option that is None gets its default from DERIVED, or the comment names it; 0 is zero."""
 
-    # run directory logs/<name>, with several seeds logs/<name>-<seed>; default:
-    # <script>-<task>-<model>-<seed>
+    # run directory logs/<name>, with several seeds logs/<name>-<seed>; the default name
+    # is <script>-<task>-<model>-<seed>
     name: str | None = None
     seed: tuple[int, ...] = (0,)  # seeds of sampling: a run each, one after the other
     suite: str | None = None  # name in configs/suites or a file: its values replace the defaults

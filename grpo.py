@@ -276,25 +276,27 @@ LOSSES = {
 class Config:
     """An option that is None gets its default from DERIVED, or the comment names it; 0 is zero."""
 
-    # run directory logs/<name>, with several seeds logs/<name>-<seed>; default:
-    # <script>-<task>-<model>-<seed>
+    # run directory logs/<name>, with several seeds logs/<name>-<seed>; the default name
+    # is <script>-<task>-<model>-<seed>
     name: str | None = None
-    # seeds of sampling, initial adapter and choice of tasks: a run each, one after the other; in
-    # the config of a run it is one number
+    # seeds of sampling, initial adapter and choice of tasks: a run each, one after the other
     seed: tuple[int, ...] = (0,)
     # training steps; a larger number continues a finished run
     steps: int = 30
 
     groups: int = 4  # P: groups per step
-    # upper bound on the groups per step, when groups with equal rewards are replaced: 2 P
-    max_groups: int | None = None
     # G: episodes per group, compared with each other
     group_size: int = 8
+    reward: Literal[*REWARDS] = "continuous"  # function of the improvement over the baseline
+    lr: float | None = None  # learning rate of AdamW
+    kl: float = 0.05  # weight of the KL to the policy before the first step
+
+    # upper bound on the groups per step, when groups with equal rewards are replaced: 2 P
+    max_groups: int | None = None
     ahead: int = 0  # steps sampled ahead of the update; bounds the lag of an episode's first token
     # episodes in flight at once in each process: 32 for each of the 1 + ahead steps
     concurrency: int | None = None
 
-    reward: Literal[*REWARDS] = "continuous"  # function of the improvement over the baseline
     advantage: Literal[*ADVANTAGES] = "group"  # what an episode is compared with
     # runnable: a reply that could not be run gets no positive advantage; complete: no loss on
     # replies that reached the length limit
@@ -302,9 +304,7 @@ class Config:
     loss: Literal[*LOSSES] = "dapo"  # policy-gradient loss; LOSSES shows what each one consists of
     clip_low: float = field(init=False)  # the bounds of the loss, from LOSSES
     clip_high: float = field(init=False)
-    kl: float = 0.05  # weight of the KL to the policy before the first step
 
-    lr: float | None = None  # learning rate of AdamW
     # rank of the LoRA matrices, that of --model's adapter if there is one. Alpha is twice the rank
     lora_rank: int | None = None
 
@@ -592,7 +592,7 @@ async def train(policy, cfg: Config, job, update=update, play=play) -> None:
 
 async def begin(policy, optimizer, cfg: Config, job) -> list[dict]:
     """Resumes the run, or evaluates what training starts from. Returns the rows that are there."""
-    cfg.micro_tokens = policy.fit_micro_tokens(cfg.micro_tokens, job.ranks.world)
+    cfg.micro_tokens = policy.fit_micro_tokens(cfg.micro_tokens)
     job.say(f"memory   a training pass takes up to {cfg.micro_tokens} tokens")
     if cfg.ahead:
         await in_trainer(threads.use_all, policy.decode_threads)  # the engine keeps its own
@@ -655,13 +655,12 @@ def check(cfg: Config, model) -> None:
         )
 
 
-def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train) -> None:
-    # The timeout covers waiting for the slowest rank; a rank that died is noticed at once.
-    ranks = join(timeout=24 * 3600)
+def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train, check=check) -> None:
+    join()  # before anything touches CUDA: a rank of torchrun sees only its own GPU
     seeds, model = start.configs(config_class, script, check)
     console.model_line(seeds[0], model)
     tasks = env.open_tasks(seeds[0].tasks, seeds[0].sandbox, model.stand_in)
-    jobs = [open_job(cfg, model, tasks, ranks) for cfg in seeds]
+    jobs = [open_job(cfg, model, tasks) for cfg in seeds]
     policy = None  # one engine for all of them
     for cfg, job in zip(seeds, jobs):
         if not job.finished:
@@ -676,16 +675,14 @@ def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train) -
     end([job.run for job in jobs if job.run])
 
 
-def open_job(cfg: Config, model, tasks: list, ranks) -> TrainingRun:
-    """Opens the run of a seed; only rank 0 has one."""
-    run = None
-    if ranks.rank == 0:
-        digests = env.digests(tasks, cfg.episode)
-        limits = {"steps": cfg.steps, "n": cfg.eval_episodes}
-        is_finished = functools.partial(checkpoint.is_finished, **limits)
-        run = start.open_run(cfg, digests, model, is_finished)
-    finished = ranks.first(bool(run and run.finished))
-    return TrainingRun(ranks, tasks, run=run, finished=finished)
+def open_job(cfg: Config, model, tasks: list) -> TrainingRun:
+    """Opens the run of a seed."""
+    digests = env.digests(tasks, cfg.episode)
+    limits = {"steps": cfg.steps, "n": cfg.eval_episodes}
+    is_finished = functools.partial(checkpoint.is_finished, **limits)
+    job = TrainingRun(tasks)
+    job.open(start.open_run, cfg, digests, model, is_finished)
+    return job
 
 
 def load_policy(policy_class, cfg: Config, model, job) -> Policy:

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
 
+from flatlab import threads
 from flatlab.errors import UserError
 from flatlab.model import endpoint, memory
 from flatlab.model.adapter import ADAPTER_FILE, read_tensors
@@ -312,14 +313,14 @@ class Trainer:
         # cuDNN makes a plan for each new shape, which takes longer than the attention.
         torch.backends.cuda.enable_cudnn_sdp(False)
 
-    def fit_micro_tokens(self, wanted: int | None = None, processes: int = 1) -> int:
+    def fit_micro_tokens(self, wanted: int | None = None) -> int:
         """Tokens of a training pass: as wanted, or what fits, see memory.fit_pass.
 
         If such a pass, or one over a whole context, would not fit, as few layers as necessary are
         recomputed from now on.
         """
         largest = max(self.context, wanted or 0)
-        free = memory.free_bytes(self.device, processes)
+        free = memory.free_bytes(self.device, threads.whole_number("WORLD_SIZE", 1))
         config = self.model.config.get_text_config()
         sizes = config, self.dtype.itemsize
         if self.device == "cuda":

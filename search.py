@@ -159,38 +159,38 @@ def sampling_mode(t: Tree, node: Node) -> str:
 class Config:
     """Several values of task, sampling_mode or seed make a grid of trees that share one engine."""
 
+    # run directory logs/<name>; the default name is <script>[-<rule>]-<task>-<mode>-<model>-<seed>,
+    # that of a grid <script>-grid-<model>
+    name: str | None = None
+    seed: tuple[int, ...] = (0,)  # seed of choices and samples; several: one tree each
+    nodes: int = 12  # executed nodes per tree, failed ones too
+    # how strategies are asked for. none: not at all; sequence: as a list; uniform: equally probable
+    # ones; tail: each less probable than tau; local: variations of the parent's
+    sampling_mode: tuple[Literal[*MODES], ...] = ("tail",)
+    select: Literal[*SELECT] = "bfs"  # rule that picks the node to build on
+    workers: int = 4  # nodes that run at the same time, over all trees
+    # OpenAI-compatible endpoint to sample from, as http://localhost:8000/v1; key: $OPENAI_API_KEY
+    url: str | None = None
+
+    # token budget per tree, strategy requests included; default: no limit. Running requests may
+    # exceed it
+    tokens: int | None = None
+    minutes: float | None = None  # wall time per tree; default: none
+
+    k: int = 5  # strategies per request
+    # tail: ask for strategies less probable than this; others are used only if too few came
+    tau: float = 0.1
+    scope: Literal["parent", "global"] = "parent"  # global: prompts summarise the whole tree
+    rule_args: tuple[str, ...] = ()  # constants of the rule, as in --rule-args c=0.5 drafts=4
+
     tasks: options.TaskOptions = field(default_factory=options.TaskOptions)
     model: options.ModelOptions = field(default_factory=options.ModelOptions)
     sandbox: options.SandboxOptions = field(default_factory=options.SandboxOptions)
     episode: options.EpisodeOptions = field(
         default_factory=lambda: options.EpisodeOptions(max_turns=15)
     )
-    trackers: options.Trackers = ()  # also get the rows; WANDB_MODE=offline: no account
-
-    # run directory logs/<name>; default: <script>[-<rule>]-<task>-<mode>-<model>-<seed>, of a grid
-    # <script>-grid-<model>
-    name: str | None = None
-    seed: tuple[int, ...] = (0,)  # seed of choices and samples; several: one tree each
-    workers: int = 4  # nodes that run at the same time, over all trees
-    # OpenAI-compatible endpoint to sample from, as http://localhost:8000/v1; key: $OPENAI_API_KEY
-    url: str | None = None
-
-    nodes: int = 12  # executed nodes per tree, failed ones too
-    # token budget per tree, strategy requests included; default: no limit. Running requests may
-    # exceed it
-    tokens: int | None = None
-    minutes: float | None = None  # wall time per tree; default: none
-
-    # how strategies are asked for. none: not at all; sequence: as a list; uniform: equally probable
-    # ones; tail: each less probable than tau; local: variations of the parent's
-    sampling_mode: tuple[Literal[*MODES], ...] = ("tail",)
-    k: int = 5  # strategies per request
-    # tail: ask for strategies less probable than this; others are used only if too few came
-    tau: float = 0.1
-    scope: Literal["parent", "global"] = "parent"  # global: prompts summarise the whole tree
-
-    select: Literal[*SELECT] = "bfs"  # rule that picks the node to build on
-    rule_args: tuple[str, ...] = ()  # constants of the rule, as in --rule-args c=0.5 drafts=4
+    # other places that get the rows; WANDB_MODE=offline needs no account
+    trackers: options.Trackers = ()
 
     DERIVED = options.DERIVED
     RESUMABLE = options.RESUMABLE | {"workers", "url", "nodes", "tokens", "minutes"}

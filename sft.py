@@ -52,8 +52,8 @@ class Config:
     """An option that is None gets its default from DERIVED, or the comment names it; 0 is zero."""
 
     runs: tuple[str, ...] = ()  # run directories of grpo.py or search.py, logs/<run>, to imitate
-    # run directory logs/<name>, with several seeds logs/<name>-<seed>; default:
-    # <script>-<task>-<model>-<seed>
+    # run directory logs/<name>, with several seeds logs/<name>-<seed>; the default name
+    # is <script>-<task>-<model>-<seed>
     name: str | None = None
     # seeds of the initial adapter and of the order of episodes: a run each, one after the other
     seed: tuple[int, ...] = (0,)

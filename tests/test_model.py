@@ -89,7 +89,7 @@ def test_as_few_layers_as_necessary_are_recomputed(
     policy.recompute_layers = made.append
     free = 16 * GIB // processes
     monkeypatch.setattr(memory, "free_bytes", lambda *_: free)
-    assert Trainer.fit_micro_tokens(policy, wanted, processes) == tokens
+    assert Trainer.fit_micro_tokens(policy, wanted) == tokens
     assert made == [count] * bool(count)
     largest = max(context, wanted or 0)
     fits = [memory.bytes_needed(largest, SMOLLM2, 4, n) <= free for n in range(31)]

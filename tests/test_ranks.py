@@ -125,6 +125,7 @@ LAUNCHED = "WORLD_SIZE=2 RANK=1 MASTER_ADDR=localhost MASTER_PORT=1"
 )
 def test_variables_of_torchrun_that_do_not_fit_together(monkeypatch, variables, sentence):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    join.cache_clear()
     for variable in variables.split():
         monkeypatch.setenv(*variable.split("="))
     with user_error(sentence) if sentence else contextlib.nullcontext():
@@ -258,7 +259,7 @@ def main(model: str, steps: str, scripts: str, ahead: str = "0") -> None:
         for p, start in zip(policy.parameters(), begin):
             p.data.copy_(start)
         cfg = configure(CFG, name=name, steps=int(steps), ahead=int(ahead), **common)
-        job = TrainingRun(ranks, [TASK])
+        job = TrainingRun([TASK], ranks=ranks)
         if ranks.rank == 0:
             config = {"task": ["titanic"], "steps": cfg.steps}
             job.run = open_run(f"logs/{name}", config, MADE_BY)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import shutil
 import signal
 import sys
+import textwrap
 import traceback
 from contextlib import suppress
 from dataclasses import is_dataclass
@@ -25,8 +27,8 @@ from flatlab.options import check_bounds, fill_in, flat
 
 
 def parse_config(config_class, argv: list[str], preset: dict | None = None):
-    """Parses `script.py [preset.yaml] [--flag value ...]` into config_class. The file replaces
-    values of `preset`.
+    """Parses `script.py [preset.yaml or task] [--flag value ...]` into config_class. The file
+    replaces values of `preset`.
 
     The preset is turned into flags that stand in front of the others, so that tyro checks both in
     the same way and the command line wins. Fields of nested dataclasses are flags without a prefix.
@@ -36,8 +38,9 @@ def parse_config(config_class, argv: list[str], preset: dict | None = None):
     """
     flags = list(argv)
     preset = dict(preset or {})
-    if flags and not flags[0].startswith("-"):
+    if flags and flags[0].endswith((".yaml", ".yml")):
         preset |= read_mapping(Path(flags.pop(0)), loader=TextLoader)
+    flags = with_task(flags)
     kinds = kinds_of(config_class)
     check_words(flags, kinds)
     preset = preset_flags(preset, flat(config_class()))
@@ -45,14 +48,31 @@ def parse_config(config_class, argv: list[str], preset: dict | None = None):
     threads.configure()
     if {"-h", "--help"} & {*flags}:
         show_defaults(config_class, derived_defaults(config_class))
+        print(wrapped(sys.modules["__main__"].__doc__ or ""))
     cfg = tyro.cli(
         config_class,
         args=preset + flags,
-        description=sys.modules["__main__"].__doc__,
+        description="",
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone),
     )
     check_bounds(cfg)
     return cfg
+
+
+def with_task(flags: list[str]) -> list[str]:
+    """The flags; a bare value in front is the task."""
+    is_bare = flags and not flags[0].startswith("-")
+    return ["--task", *flags] if is_bare else flags
+
+
+def wrapped(text: str) -> str:
+    """The docstring of a script for a narrow terminal; examples and lists stay as they are."""
+    width = min(100, shutil.get_terminal_size().columns)
+    parts = []
+    for part in text.split("\n\n"):
+        stays = re.search(r"^( |\d\.)", part, re.MULTILINE)
+        parts.append(part if stays else textwrap.fill(part, width))
+    return "\n\n".join(parts)
 
 
 def kinds_of(made) -> dict:
@@ -125,7 +145,7 @@ def derived_defaults(config_class) -> dict[str, str]:
     texts = {}
     for name, value in flat(cfg).items():
         other = "" if value == small[name] else f", stand-in {small[name]}"
-        texts[name] = f"(default: {value}{other})" if value is not None else ""
+        texts[name] = f"(default: {value}{other})" if value not in (None, ()) else ""
     return texts
 
 
@@ -147,10 +167,8 @@ def preset_flags(preset: dict, defaults: dict) -> list[str]:
 
 
 def call(function):
-    """Calls a function with the options of the command line. A first bare value is its --task."""
-    flags = sys.argv[1:]
-    if flags and not flags[0].startswith("-"):
-        flags.insert(0, "--task")
+    """Calls a function with the options of the command line."""
+    flags = with_task(sys.argv[1:])
     check_words(flags, kinds_of(function))
     show_defaults(function, {})
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone)

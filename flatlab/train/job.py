@@ -20,6 +20,7 @@ import asyncio
 import atexit
 import bisect
 import contextlib
+import functools
 import os
 import pickle
 import sys
@@ -168,35 +169,6 @@ class Ranks:
         return self.gather(thing)[0]
 
 
-@dataclass
-class TrainingRun:
-    """State of a process of a training run, and how far the run has come."""
-
-    ranks: Ranks = field(default_factory=Ranks)
-    tasks: list = field(default_factory=list)  # to train on
-    play: Callable | None = None  # the loop of an episode, see run_episode
-    run: Run | None = None  # the open run directory; None on all ranks but rank 0
-    finished: bool = False  # before this start: nothing is left to do
-    slots: Slots | None = None  # of the sandboxes of this process
-    step: int = 0  # the next one; as many steps of training are in the weights
-    best: dict | None = None  # evaluation of the adapter in best/
-    stopped: str = ""  # why metrics.collapse ended the run
-
-    def say(self, text: str) -> None:
-        """Prints at once. join() has silenced all ranks but rank 0."""
-        print(text, flush=True)
-
-    def update_result(self, **fields) -> None:
-        """Merges the fields into result.json."""
-        if self.run:
-            self.run.update_result(**fields)
-
-    def track(self, row: dict) -> None:
-        """Hands a row to the trackers."""
-        if self.run:
-            self.run.track(row)
-
-
 def mismatch(name: str, other: str) -> UserError:
     """The error that two variables of torchrun do not fit together."""
     said = os.environ.get(other) or "not set"
@@ -206,12 +178,14 @@ def mismatch(name: str, other: str) -> UserError:
     )
 
 
-def join(timeout: float) -> Ranks:
-    """The ranks of this job. Call it before anything touches CUDA: a rank of torchrun sees only its
-    own GPU.
+@functools.cache
+def join(timeout: float = 24 * 3600) -> Ranks:
+    """The ranks of this job, which the first call joins. Call it before anything touches CUDA: a
+    rank of torchrun sees only its own GPU.
 
-    timeout: seconds to wait for the slowest rank. Raises UserError if the variables of torchrun
-    do not fit together, or if there are GPUs, but fewer than ranks.
+    timeout: seconds to wait for the slowest rank; one that died is noticed at once. Raises
+    UserError if the variables of torchrun do not fit together, or if there are GPUs, but fewer than
+    ranks.
     """
     world = threads.whole_number("WORLD_SIZE", 1)
     if threads.whole_number("RANK", 0, low=0) >= world:
@@ -243,3 +217,38 @@ def join(timeout: float) -> Ranks:
     # The group's threads must be joined before the interpreter ends, so it is dropped at exit.
     atexit.register(setattr, ranks, "group", None)
     return ranks
+
+
+@dataclass
+class TrainingRun:
+    """State of a process of a training run, and how far the run has come."""
+
+    tasks: list = field(default_factory=list)  # to train on
+    play: Callable | None = None  # the loop of an episode, see run_episode
+    run: Run | None = None  # the open run directory; None on all ranks but rank 0
+    finished: bool = False  # before this start: nothing is left to do
+    slots: Slots | None = None  # of the sandboxes of this process
+    step: int = 0  # the next one; as many steps of training are in the weights
+    best: dict | None = None  # evaluation of the adapter in best/
+    stopped: str = ""  # why metrics.collapse ended the run
+    ranks: Ranks = field(default_factory=join)
+
+    def open(self, open_run: Callable, *args) -> None:
+        """Opens the run directory on rank 0; all ranks learn whether the run is finished."""
+        if self.ranks.rank == 0:
+            self.run = open_run(*args)
+        self.finished = self.ranks.first(bool(self.run and self.run.finished))
+
+    def say(self, text: str) -> None:
+        """Prints at once. join() has silenced all ranks but rank 0."""
+        print(text, flush=True)
+
+    def update_result(self, **fields) -> None:
+        """Merges the fields into result.json."""
+        if self.run:
+            self.run.update_result(**fields)
+
+    def track(self, row: dict) -> None:
+        """Hands a row to the trackers."""
+        if self.run:
+            self.run.track(row)
