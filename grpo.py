@@ -655,7 +655,7 @@ def check(cfg: Config, model) -> None:
         )
 
 
-def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train) -> None:
+def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train, check=check) -> None:
     join()  # before anything touches CUDA: a rank of torchrun sees only its own GPU
     seeds, model = start.configs(config_class, script, check)
     console.model_line(seeds[0], model)

@@ -23,11 +23,9 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-import tyro
 from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -37,7 +35,6 @@ from env import Step  # noqa: E402
 from flatlab.errors import UserError, shown  # noqa: E402
 from flatlab.model.chat import Sample  # noqa: E402
 from flatlab.model.endpoint import go_around_proxies, text_of  # noqa: E402
-from flatlab.options import EpisodeOptions  # noqa: E402
 from flatlab.runs import cli  # noqa: E402
 from flatlab.world.episode import (  # noqa: E402
     act_command,
@@ -70,20 +67,19 @@ twin_of = functools.lru_cache(1)(lambda policy: policy.twin())
 
 
 @dataclass
-class Limits(EpisodeOptions):
-    """The limits and texts of an episode. The program chooses what the model reads."""
-
-    thoughts: Literal["keep"] = "keep"
-
-
-@dataclass
 class Config(grpo.Config):
     """The options of grpo.py, and the program."""
 
-    # command of the program, see docs/extend.md
-    agent: str = tyro.MISSING
+    agent: str | None = None  # command of the program, see docs/extend.md; required
 
-    episode: Limits = field(default_factory=Limits)
+
+def check(cfg: Config, model) -> None:
+    """Raises UserError for settings that are wrong."""
+    if not cfg.agent:
+        raise UserError("--agent is missing: the command of your program, in quotes.")
+    if cfg.episode.thoughts != "keep":
+        raise UserError("--thoughts is not for a program: it chooses what the model reads itself.")
+    grpo.check(cfg, model)
 
 
 # ------------------------------------------------------------------ requests
@@ -345,7 +341,7 @@ def run_attached(command: str) -> int:
 
 def main() -> None:
     if sys.argv[1:2] != ["--attach"]:
-        grpo.main(Config, Path(__file__).stem, Policy, train)
+        grpo.main(Config, Path(__file__).stem, Policy, train, check)
     elif len(sys.argv) == 3:
         sys.exit(run_attached(sys.argv[2]))
     else:

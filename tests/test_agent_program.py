@@ -271,8 +271,9 @@ said = attach("submit")
 
 
 BAD_FLAGS = {
-    "": "Missing from script.py: --agent",
-    "--agent x --thoughts drop": "Unknown --thoughts 'drop'",
+    "": "--agent is missing: the command of your program",
+    "--agent x --thoughts drop": "--thoughts is not for a program",
+    "--agent x --eval-episodes 1": "--eval-episodes must be 0 or at least 2",
     "--agent x --task titanik": "Unknown task 'titanik'; did you mean titanic",
     "--attach": "--attach takes one command, in quotes",
     "--attach ls -l": "--attach takes one command, in quotes",

@@ -16,6 +16,7 @@ import pytest
 import grpo
 import search
 import tasks
+from env import Env
 from flatlab.options import SandboxOptions
 from flatlab.runs.store import open_run
 from flatlab.tree.nodes import Tree
@@ -250,6 +251,10 @@ def test_a_search_says_exact_and_keeps_a_file_that_beats_the_reference(tmp_path)
     assert (result["test_stderr"], result["test_reads"]) == (None, 0)
     [episode] = map(json.loads, (run.dir / "episodes/000000.jsonl").read_text().splitlines())
     assert json.loads(episode["score"]["record"]) == json.loads(BETTER)
+    with Env(replace(task, name="hard", reference=0.1), LOCAL) as world:
+        world.restart()
+        assert world.step(reply).status == "ok"
+        assert world.score().valid and not world.score().record
     said = tables.headline(read_run(run.dir))
     assert f"{result['best_score']:.6f} (exact part" in said
     assert "the score is exact" in said
