@@ -38,8 +38,8 @@ TESTED_BY = {
     "flatlab/train/batch.py": {"objective": "", "grpo": "micro_batches or travel or exact_task"},
     "flatlab/train/metrics.py": {"grpo": METRICS},
     "grpo.py": {"objective": ""},
-    "flatlab/model/packing.py": {"policy": PACKED, "families": ""},
-    "flatlab/model/lora_sync.py": {"policy": ADAPTED, "families": "", "model": ""},
+    "flatlab/model/packing.py": {"policy": PACKED},
+    "flatlab/model/lora_sync.py": {"policy": ADAPTED},
     "flatlab/world/blocks.py": {"env": "accepted or rejected or heredoc or bash or hand"},
     "flatlab/runs/store.py": {"runs": RUN, "grpo": "travel"},
 }
