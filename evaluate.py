@@ -52,7 +52,7 @@ class ModelOptions(options.ModelOptions):
 
 @dataclass
 class Config:
-    """An option that is None gets its default from DERIVED, or the comment names it; 0 is zero."""
+    """None: computed by DERIVED below, or as the comment says. 0 never means "default"."""
 
     # run directory logs/<name>, with several seeds logs/<name>-<seed>; the default name
     # is <script>-<task>-<model>-<seed>
@@ -195,17 +195,17 @@ def each_model(cfg: Config, part: str) -> list[tuple]:
         one.model.model = name
         name_of = partial(run_name, part=part, models=len(names))
         plans.append(start.each_seed(one, name_of))
-    runs = {one.name for seeds, _ in plans for one in seeds}
+    runs = {one.name for cfgs, _ in plans for one in cfgs}
     if len(runs) < len(names) * len(cfg.seed):
         raise UserError("Two models have the same name: give each a command and a --name.")
     return plans
 
 
-def evaluate_model(seeds: list[Config], model, roots: dict | None) -> list[Path]:
+def evaluate_model(cfgs: list[Config], model, roots: dict | None) -> list[Path]:
     """Makes or resumes the run of each seed. Returns their directories. model: a ModelPath; None
     for an endpoint. roots: see read_suite; None without a suite.
     """
-    first = seeds[0]
+    first = cfgs[0]
     console.model_line(first, model)
     left_out = {}
     may_lack = None if roots is None else left_out
@@ -214,11 +214,11 @@ def evaluate_model(seeds: list[Config], model, roots: dict | None) -> list[Path]
     first.tasks.task = tuple(task.name for task in tasks)  # of all seeds
     directories = []
     policy = None  # one engine for all seeds
-    for cfg in seeds:
+    for cfg in cfgs:
         if cfg.attempts:
             cfg.episodes = cfg.attempts * len(tasks)
         digests = env.digests(tasks, cfg.episode)
-        run = start.open_run(cfg, digests, model, partial(is_finished, tasks=tasks, cfg=cfg))
+        run = start.begin_run(cfg, digests, model, partial(is_finished, tasks=tasks, cfg=cfg))
         if not run.finished:
             with start.recorded([run], first_results(tasks, left_out)):
                 most = cfg.episodes * cfg.episode.max_turns
@@ -259,8 +259,8 @@ def main() -> None:
         if [*cfg.tasks.task] != suite["settings"].get("task"):
             part += f"-{value_text(cfg.tasks.task)[:100]}"
     directories = []
-    for seeds, model in each_model(cfg, part):
-        directories += evaluate_model(seeds, model, suite["roots"])
+    for cfgs, model in each_model(cfg, part):
+        directories += evaluate_model(cfgs, model, suite["roots"])
     if cfg.suite:
         print(report(suite, [read_run(where) for where in directories]))
     elif len(directories) > 1:

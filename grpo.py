@@ -107,7 +107,7 @@ def binary(improvement, episode):
 # Advantages of a group's episodes.
 
 
-def group(rewards):
+def standardized(rewards):
     """A_i = (r_i - mean(r)) / std(r): GRPO, arXiv 2402.03300, section 4.1.2."""
     return [(r - fmean(rewards)) / stdev(rewards) for r in rewards]
 
@@ -258,7 +258,7 @@ REWARDS = {
     "tiered": tiered,
     "binary": binary,
 }
-ADVANTAGES = {"group": group, "group_nostd": group_nostd, "rloo": rloo}
+ADVANTAGES = {"group": standardized, "group_nostd": group_nostd, "rloo": rloo}
 CREDITS = {"episode": whole_episode, "runnable": runnable, "complete": complete}
 LOSSES = {
     "grpo": Loss(clipped, per_episode, 0.2, 0.2),
@@ -274,7 +274,7 @@ LOSSES = {
 
 @dataclass
 class Config:
-    """An option that is None gets its default from DERIVED, or the comment names it; 0 is zero."""
+    """None: computed by DERIVED below, or as the comment says. 0 never means "default"."""
 
     # run directory logs/<name>, with several seeds logs/<name>-<seed>; the default name
     # is <script>-<task>-<model>-<seed>
@@ -657,12 +657,12 @@ def check(cfg: Config, model) -> None:
 
 def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train, check=check) -> None:
     join()  # before anything touches CUDA: a rank of torchrun sees only its own GPU
-    seeds, model = start.configs(config_class, script, check)
-    console.model_line(seeds[0], model)
-    tasks = env.open_tasks(seeds[0].tasks, seeds[0].sandbox, model.stand_in)
-    jobs = [open_job(cfg, model, tasks) for cfg in seeds]
+    cfgs, model = start.configs(config_class, script, check)
+    console.model_line(cfgs[0], model)
+    tasks = env.open_tasks(cfgs[0].tasks, cfgs[0].sandbox, model.stand_in)
+    jobs = [open_job(cfg, model, tasks) for cfg in cfgs]
     policy = None  # one engine for all of them
-    for cfg, job in zip(seeds, jobs):
+    for cfg, job in zip(cfgs, jobs):
         if not job.finished:
             with start.recorded([job.run], metrics.first_results(tasks, "training")):
                 if job.run:
@@ -681,7 +681,7 @@ def open_job(cfg: Config, model, tasks: list) -> TrainingRun:
     limits = {"steps": cfg.steps, "n": cfg.eval_episodes}
     is_finished = functools.partial(checkpoint.is_finished, **limits)
     job = TrainingRun(tasks)
-    job.open(start.open_run, cfg, digests, model, is_finished)
+    job.open(start.begin_run, cfg, digests, model, is_finished)
     return job
 
 

@@ -55,17 +55,17 @@ from policy import open_engine
 # ==================================== the idea: edit here ====================================
 
 # Selection rules: functions of (tree, rng, constants with defaults) that return a Choice, or None
-# to wait for a running node. flatlab.tree.nodes.Tree is what a rule sees. More rules to copy from
-# are in flatlab/tree/rules.py.
+# to wait for a running node. flatlab.tree.nodes.Tree is what a rule sees. --select also offers the
+# rules of flatlab/tree/rules.py; add yours here.
 
 
 def greedy(t, rng, drafts=5):
     """Drafts, then always the best node (AIDE, arXiv 2502.13138)."""
-    options = rules.candidates(t, drafts)
-    scores = {node.id: node.improvement for node in options}
+    open_nodes = rules.candidates(t, drafts)
+    scores = {node.id: node.improvement for node in open_nodes}
     if not scores:
         return None
-    reason = "draft" if options == [t.root] else "best so far"
+    reason = "draft" if open_nodes == [t.root] else "best so far"
     return Choice(rules.arg_max(scores), reason=reason, scores=scores)
 
 

@@ -49,7 +49,7 @@ class EpisodeOptions(options.EpisodeOptions):
 
 @dataclass
 class Config:
-    """An option that is None gets its default from DERIVED, or the comment names it; 0 is zero."""
+    """None: computed by DERIVED below, or as the comment says. 0 never means "default"."""
 
     runs: tuple[str, ...] = ()  # run directories of grpo.py or search.py, logs/<run>, to imitate
     # run directory logs/<name>, with several seeds logs/<name>-<seed>; the default name
@@ -217,10 +217,10 @@ def check(cfg: Config, model) -> None:
 
 
 def main() -> None:
-    seeds, model = start.configs(Config, SCRIPT, check)
-    console.model_line(seeds[0], model)
-    tasks = [load_task(name) for name in seeds[0].tasks.task]
-    opened = [(cfg, *open_run(cfg, model, tasks)) for cfg in seeds]
+    cfgs, model = start.configs(Config, SCRIPT, check)
+    console.model_line(cfgs[0], model)
+    tasks = [load_task(name) for name in cfgs[0].tasks.task]
+    opened = [(cfg, *prepare(cfg, model, tasks)) for cfg in cfgs]
     policy = None  # one engine for all of them
     for cfg, run, transcripts in opened:
         if not run.finished:
@@ -234,11 +234,11 @@ def main() -> None:
         print(f"{run.dir}/best is the adapter: python grpo.py --model {run.dir}/best")
 
 
-def open_run(cfg: Config, model, tasks: list):
+def prepare(cfg: Config, model, tasks: list):
     """Opens the run of a seed. Returns it and the episodes to imitate: none if it is finished."""
     digests = ["", *(task.digest() for task in tasks)]
     is_finished = functools.partial(checkpoint.is_finished, steps=cfg.updates)
-    run = start.open_run(cfg, digests, model, is_finished)
+    run = start.begin_run(cfg, digests, model, is_finished)
     if run.finished:
         return run, []
     transcripts = best_episodes(cfg, tasks)

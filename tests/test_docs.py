@@ -53,6 +53,7 @@ def test_help_loads_nothing_heavy_and_has_every_flag_in_the_docs():
     for script in SCRIPTS:
         done = python("-X", "importtime", script, "--help")
         assert "usage:" in done.stdout
+        assert max(map(len, done.stdout.splitlines())) <= 100
         assert not [name for name in HEAVY if f"| {name}\n" in done.stderr], script
         known += f"\n{done.stdout}"
     missing = set()

@@ -16,7 +16,7 @@ import pytest
 import env
 from backends import ISOLATED, wait_for
 from env import Env
-from flatlab.errors import SandboxFault
+from flatlab.errors import ArtefactError, SandboxFault
 from flatlab.options import EpisodeOptions, SandboxOptions, TaskOptions
 from flatlab.sandbox.client import Sandbox
 from flatlab.task import grading, machine
@@ -322,10 +322,10 @@ def test_validate_grades_in_a_fresh_sandbox_and_equal_artefacts_once(world, monk
 def test_grader_that_waits_is_stopped_before_its_time(world, monkeypatch, wait):
     monkeypatch.setattr(grading, "IDLE_SECONDS", 0.5)
     world.task.hidden["grade.py"].write_text(f"import time, threading\n{wait}")
-    world.task = replace(world.task, grade_timeout=3.0)
+    world.task = replace(world.task, grade_timeout=3.6)
     do(world, "echo a > guess.txt")
     score = world.score()
-    assert score.message == "The grader was stopped: it used no CPU for 0.5 seconds."
+    assert score.message == "The grader was stopped: it used no CPU for 0.6 seconds."
     assert score.grader_output.startswith("exit code 143 idle")
 
 
@@ -404,6 +404,28 @@ def test_hidden_files_of_a_grading_are_readable_by_root_alone(world, task):
     grading.lay_out(task, {"guess.txt": b"a"}, box)
     for path in task.hidden:
         assert "ermission denied" in box.run(f"cat {path}", 10).output
+
+
+def test_artefacts_are_files_folders_and_patterns(world, monkeypatch):
+    plain = world.task
+    world.task = replace(plain, artefacts=("guess.txt", "out/", "*.log"))
+    do(world, "echo a > guess.txt")
+    assert world.score().message == "no submission, out/ is not there or empty"
+    do(world, "mkdir out; touch out/1 2.log other")
+    found = grading.read_artefacts(world.task, world.sandbox)
+    assert {*found} == {"guess.txt", "out/1", "2.log"}
+    monkeypatch.setattr(grading, "MOST_FILES", 1)
+    assert world.score().message == "no submission, the workspace holds more than 1 files"
+    world.task = plain
+    assert world.score().valid
+    monkeypatch.setattr(grading, "ARTEFACT_BYTES", 1)
+    assert "guess.txt is larger than" in world.score().message
+    monkeypatch.setattr(grading, "MODEL_BYTES", 3)  # the sum of the files of a model
+    model = replace(plain, needs_gpu=True)
+    assert grading.read_artefacts(model, world.sandbox) == {"guess.txt": b"a\n"}
+    do(world, "echo b > 2.log")
+    with pytest.raises(ArtefactError, match="2.log is larger than"):
+        grading.read_artefacts(replace(model, artefacts=("guess.txt", "2.log")), world.sandbox)
 
 
 @pytest.mark.fault(25, "a given file instead of an artefact")

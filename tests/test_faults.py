@@ -124,6 +124,8 @@ def test_a_copy_of_a_renamed_folder_with_a_mount(backend, task, monkeypatch):
         do(world, "mv data input; cp input/*.csv . && ls")
         with copy_of(world) as twin:
             seen = do(twin, "ls . data").observation
+        do(world, "echo x > submission.csv")
+        assert "the first line" in world.score().message  # the mount is also in the grading
     assert "input" in seen
     assert "train.csv" in seen
 

@@ -148,8 +148,9 @@ def test_validate_then_submit_is_not_paid():
 
 def test_group_advantages_by_hand():
     scores = floats("0 1 5")
-    assert grpo.group(floats("0 1 2")) == approx("-1 0 1")  # mean 1, std 1
-    assert grpo.group(floats("0 4")) == approx("-0.7071068 0.7071068")  # mean 2, std 2 root 2
+    standardized = grpo.standardized
+    assert standardized(floats("0 1 2")) == approx("-1 0 1")  # mean 1, std 1
+    assert standardized(floats("0 4")) == approx("-0.7071068 0.7071068")  # mean 2, std 2 root 2
     assert grpo.group_nostd(scores) == approx("-2 -1 3")
     assert grpo.rloo(scores) == approx("-3 -1.5 4.5")  # 0 - 3, 1 - 2.5, 5 - 0.5
 

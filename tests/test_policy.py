@@ -374,6 +374,22 @@ def test_a_layer_with_an_adapter_is_that_of_peft(kind, dtype, error):
 
 
 @pytest.mark.parametrize(
+    "name, divisor, cap",
+    [
+        ("logits_scaling", 5.6, None),
+        ("logit_scale", 0.7 / 8, None),
+        ("final_logit_softcapping", 0.7, 8 / 0.7),
+    ],
+)
+def test_the_head_of_a_family(name, divisor, cap):
+    config = SimpleNamespace(**{name: 8.0})
+    config.get_text_config = lambda: config
+    model = SimpleNamespace(config=config, get_output_embeddings=lambda: torch.nn.Linear(2, 3))
+    head = packing.head_of(model, temperature=0.7)
+    assert (head.divisor, head.cap) == (pytest.approx(divisor), cap)
+
+
+@pytest.mark.parametrize(
     "dtype, atol, error", [(torch.float32, 1e-5, 1e-5), (torch.bfloat16, 1e-4, 0.01)]
 )
 def test_log_probs_of_capped_logits_and_their_gradients(dtype, atol, error):
@@ -649,6 +665,7 @@ WRONG_FIELDS = {
     "num_hidden_layers": (None, "4"),
     "intermediate_size": ([384] * 4, 0),
     "max_position_embeddings": ("4k", -1),
+    "n_positions": ("4k",),
     "num_key_value_heads": (0, [2]),
     "rms_norm_eps": ("x", 0, math.nan, math.inf, True),
     "logit_scale": (0, "1"),

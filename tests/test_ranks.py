@@ -50,6 +50,7 @@ def finish(process):
 
 
 EXCHANGE = """
+import os
 import torch
 from flatlab.train.job import join
 dist = join(timeout=60)
@@ -63,8 +64,9 @@ assert weight.grad.tolist() == [1, 2, 3], weight.grad
 assert not dist.sum_gradients([weight], dist.rank == 0)  # rank 1 disagrees
 assert dist.sum(1.5, dist.rank) == [1.5 * dist.world, dist.world * (dist.world - 1) / 2]
 assert dist.gather("x" * (1 + dist.rank)) == ["x" * (1 + r) for r in range(dist.world)]
+print("said by rank 0")
 # one write, because the ranks share a pipe
-print(f"rank {dist.rank} of {dist.world}\\n", end="", flush=True)
+os.write(1, f"rank {dist.rank} of {dist.world}\\n".encode())
 """
 
 
@@ -93,7 +95,7 @@ def sbatch(folder, *arguments, **variables):
 def test_slurm_starts_a_rank_for_each_gpu_and_these_exchange(tmp_path):
     (tmp_path / "grpo.py").write_text(EXCHANGE)
     out = finish(sbatch(tmp_path))
-    assert sorted(out.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
+    assert sorted(out.splitlines()) == ["rank 0 of 2", "rank 1 of 2", "said by rank 0"]
 
 
 def test_job_n_of_a_grid_runs_line_n_of_its_file(tmp_path):

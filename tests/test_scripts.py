@@ -131,13 +131,13 @@ def test_the_episodes_that_are_imitated_are_those_of_the_start(stored, tmp_path,
     model = resolve_model("tiny")
     for change in (lambda run: (run / "result.json").unlink(), lambda run: stored(OTHER)):
         cfg = configure(SFT, name="x", runs=(stored(transcript(0.78, turn("a"))),))
-        run, _ = sft.open_run(cfg, model, [TASK])
+        run, _ = sft.prepare(cfg, model, [TASK])
         run.log({"step": 0})
         (run.dir / "checkpoints/000000").mkdir()
         run.lock.close()
         change(run.dir)
         with user_error("x/result.json names other episodes .*choose another --name"):
-            sft.open_run(cfg, model, [TASK])
+            sft.prepare(cfg, model, [TASK])
         shutil.rmtree(run.dir)
 
 

@@ -546,7 +546,8 @@ def test_the_legend_covers_no_data_and_names_the_untrained_and_the_final_value(t
     run = trained(tmp_path / "a")
     run.config["eval_episodes"] = 64
     best = run.result["final"]["best"] | {"test_value_mean": 0.3, "test_value_stderr": 0.1}
-    for part, facts, value in (("validation", {}, 0.6), ("test", best, 0.3)):
+    names = ["value", "value, evaluations, N = 64", "untrained"]
+    for facts, last in (({}, []), (best, ["best adapter, test part, N = 8"])):
         run.result["final"]["best"] |= facts
         figure = plots.draw_panels([group_of(run)])
         figure.draw_without_rendering()
@@ -555,10 +556,8 @@ def test_the_legend_covers_no_data_and_names_the_untrained_and_the_final_value(t
             if legend:
                 assert legend.get_window_extent().y0 >= axis.get_window_extent().y1
         axis = figure.axes[0]
-        names = [text.get_text() for text in axis.get_legend().get_texts()]
-        final = f"best adapter, {part} part, N = 8"
-        assert names == ["value", "value, evaluations, N = 64", "untrained", final]
-        assert [2, value] in [line.get_xydata().ravel().tolist() for line in axis.lines]
+        assert [text.get_text() for text in axis.get_legend().get_texts()] == names + last
+    assert [2, 0.3] in [line.get_xydata().ravel().tolist() for line in axis.lines]
 
 
 def test_each_run_is_drawn_whole_and_the_mean_where_all_are(tmp_path):

@@ -8,7 +8,7 @@ from flatlab.files import read_mapping
 
 SIZES = """vocab_size hidden_size d_model n_embd emb_dim intermediate_size head_dim v_head_dim
 num_hidden_layers n_layer n_layers num_layers num_attention_heads num_key_value_heads sliding_window
-max_position_embeddings"""
+max_position_embeddings n_positions max_seq_len seq_length"""
 FACTORS = """rms_norm_eps rope_theta logit_scale logits_scaling final_logit_softcapping
 attn_logit_softcapping"""
 # Names of fields -> what they must be if they are given, and a test of that

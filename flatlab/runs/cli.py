@@ -5,10 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import shutil
 import signal
 import sys
-import textwrap
 import traceback
 from contextlib import suppress
 from dataclasses import is_dataclass
@@ -48,7 +46,7 @@ def parse_config(config_class, argv: list[str], preset: dict | None = None):
     threads.configure()
     if {"-h", "--help"} & {*flags}:
         show_defaults(config_class, derived_defaults(config_class))
-        print(wrapped(sys.modules["__main__"].__doc__ or ""))
+        print(sys.modules["__main__"].__doc__)  # tyro would join its lines
     cfg = tyro.cli(
         config_class,
         args=preset + flags,
@@ -63,16 +61,6 @@ def with_task(flags: list[str]) -> list[str]:
     """The flags; a bare value in front is the task."""
     is_bare = flags and not flags[0].startswith("-")
     return ["--task", *flags] if is_bare else flags
-
-
-def wrapped(text: str) -> str:
-    """The docstring of a script for a narrow terminal; examples and lists stay as they are."""
-    width = min(100, shutil.get_terminal_size().columns)
-    parts = []
-    for part in text.split("\n\n"):
-        stays = re.search(r"^( |\d\.)", part, re.MULTILINE)
-        parts.append(part if stays else textwrap.fill(part, width))
-    return "\n\n".join(parts)
 
 
 def kinds_of(made) -> dict:

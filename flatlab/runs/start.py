@@ -1,14 +1,18 @@
 """The start of every script: its configs, complete and checked, and its runs.
 
-    seeds, model = start.configs(Config, SCRIPT, check)             # all checked before one runs
-    tasks = env.open_tasks(seeds[0].tasks, seeds[0].sandbox)
-    for cfg in seeds:
-        run = start.open_run(cfg, env.digests(tasks, cfg.episode), model, is_finished)
-        with start.recorded([run]):
-            ...
+    cfgs, model = start.configs(Config, SCRIPT)                     # all checked before one runs
+    tasks = env.open_tasks(cfgs[0].tasks, cfgs[0].sandbox, model.stand_in)
+    for cfg in cfgs:
+        run = start.begin_run(cfg, env.digests(tasks, cfg.episode), model, is_finished)
+        if not run.finished:
+            with start.recorded([run], metrics.first_results(tasks, kind)):
+                ...
+                run.update_result(status="finished")
 
-A config is completed in complete() alone. What a script derives from other options is in the
-DERIVED of its Config, which --help shows.
+A Config has the fields name, seed (a tuple), model, episode and tasks, and may have sandbox, url
+and trackers; see options.py. Its DERIVED computes options that are None, and --help shows these
+values. RESUMABLE names the options that may change when a run goes on. complete() alone completes a
+config.
 """
 
 import sys
@@ -31,7 +35,7 @@ def no_check(cfg, model) -> None:
     """The check of a script that has none of its own."""
 
 
-def configs(config_class, script: str, check: Callable) -> tuple[list, ModelPath | None]:
+def configs(config_class, script: str, check: Callable = no_check) -> tuple:
     """Parses the command line into the config of each --seed, and their model, see each_seed."""
     cfg = cli.parse_config(config_class, sys.argv[1:])
     return each_seed(cfg, lambda cfg, seed: run_name(cfg, seed, script), check)
@@ -47,16 +51,16 @@ def run_name(cfg, seed: int, script: str) -> str:
 
 
 def each_seed(cfg, name_of: Callable, check: Callable = no_check) -> tuple[list, ModelPath | None]:
-    """A complete config for each --seed, which is a number there, and their model. All else is
-    shared.
+    """A list of a complete config for each --seed, which is a number there, and the path of their
+    model (None for an endpoint). The configs share all else.
 
     name_of: (cfg, seed) -> name of the run. check: see complete.
     """
-    seeds = []
+    cfgs = []
     for seed in cfg.seed:
-        seeds.append(replace(cfg, seed=seed, name=name_of(cfg, seed)))
-        model = complete(seeds[-1], check)
-    return seeds, model
+        cfgs.append(replace(cfg, seed=seed, name=name_of(cfg, seed)))
+        model = complete(cfgs[-1], check)
+    return cfgs, model
 
 
 def complete(cfg, check: Callable = no_check) -> ModelPath | None:
@@ -97,12 +101,13 @@ def keep_choices(cfg) -> None:
 # ------------------------------------------------------------------ runs
 
 
-def open_run(cfg, digests: list[str], model, is_finished, where=None, **cell) -> store.Run:
-    """Opens the run directory of a complete config and its trackers, see store.open_run. Says if
-    the run is finished.
+def begin_run(cfg, digests: list[str], model, is_finished, where=None, **cell) -> store.Run:
+    """Opens the run directory of a complete config and its trackers, see store.open_run. Prints a
+    line if the run is finished; the caller must then skip it.
 
-    digests: see fingerprint(). model: a ModelPath; None for an endpoint. where: the directory,
-    default logs/<cfg.name>. cell: values of a cell of a grid, in place of the grid's own.
+    digests: see fingerprint(). model: a ModelPath; None for an endpoint. is_finished: a function of
+    the Run. where: the directory, default logs/<cfg.name>. cell: values of a cell of a grid, in
+    place of the grid's own.
     """
     config = options.flat(cfg) | cell
     trackers.check_packages(config.get("trackers", ()))
@@ -118,8 +123,8 @@ def open_run(cfg, digests: list[str], model, is_finished, where=None, **cell) ->
 
 @contextmanager
 def recorded(runs: list, first: dict | None = None, where=None):
-    """Merges `first` into the result.json of the runs, and what ended the block into that of those
-    that are not finished: the status "interrupted", or "failed: <why>". A full disk may leave the
+    """Writes `first` into the result.json of the runs. If the block raises, also writes the status
+    "interrupted" or "failed: <why>"; the block itself writes "finished". A full disk may leave the
     status as it was.
 
     runs: None among them is that of another rank. where: directory of a grid of runs.

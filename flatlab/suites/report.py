@@ -68,7 +68,8 @@ def report(suite: dict, runs: list[RunData]) -> str:
         order = [f"AUP, {kind}" for kind in KINDS]
         totals[order] = areas.T
     elif len(runs) > 1:
-        figure = draw_values(ours)
+        styled = zip(plots.STYLES * len(runs), runs)
+        figure = plots.draw_panels([plots.RunGroup(style, {}, [run]) for style, run in styled])
     if figure:
         picture = folder_of(runs) / "profile.png"
         picture.parent.mkdir(exist_ok=True)
@@ -126,19 +127,4 @@ def draw(tau, rho, models: list[str], ours: list[str]):
         for name, colour in zip(ours, plots.COLOURS):
             curves[models.index(name)].set(color=colour, linewidth=3)
     figure.legend(curves, models, loc="outside lower center", ncols=3)
-    return figure
-
-
-def draw_values(ours: dict):
-    """A Figure with a line for each model: the share of its attempts that reach a value, mean over
-    the tasks (arXiv 2108.13264, section 4.2). ours: model -> values of the attempts at each task.
-    """
-    figure = plots.new_figure(plots.COLUMN, 2.6)
-    axis = figure.subplots()
-    for (name, tasks), colour, line in zip(ours.items(), plots.COLOURS, LINES):
-        weights = np.concatenate([np.full(len(own), 1 / len(own)) for own in tasks])
-        values = np.concatenate([*tasks])
-        axis.ecdf(values, weights, complementary=True, label=name, color=colour, ls=line)
-    axis.set(xlabel=f"value ({plots.UNITS['value']})", ylabel="share of attempts that reach it")
-    figure.legend(loc="outside lower center")
     return figure

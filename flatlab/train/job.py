@@ -23,6 +23,7 @@ import contextlib
 import functools
 import os
 import pickle
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -210,6 +211,8 @@ def join(timeout: float = 24 * 3600) -> Ranks:
     store, rank, world = next(meeting)
     store = distributed.PrefixStore("flatlab", store)
     group = distributed.ProcessGroupGloo(store, rank, world, timedelta(seconds=timeout))
+    if rank:
+        sys.stdout = open(os.devnull, "w")  # rank 0 says what happens
     ranks = Ranks(rank, world, group)
     # The group's threads must be joined before the interpreter ends, so it is dropped at exit.
     atexit.register(setattr, ranks, "group", None)
@@ -237,9 +240,8 @@ class TrainingRun:
         self.finished = self.ranks.first(bool(self.run and self.run.finished))
 
     def say(self, text: str) -> None:
-        """Prints on rank 0 only."""
-        if self.ranks.rank == 0:
-            print(text, flush=True)
+        """Prints at once. join() has silenced all ranks but rank 0."""
+        print(text, flush=True)
 
     def update_result(self, **fields) -> None:
         """Merges the fields into result.json."""

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from flatlab.errors import UserError
 from flatlab.files import write_whole
-from flatlab.runs.start import open_run
+from flatlab.runs.start import begin_run
 from flatlab.runs.store import WAY_OUT, Run, run_directory
 from flatlab.sandbox.client import readable
 from flatlab.task.definition import Task
@@ -395,7 +395,7 @@ def open_trees(cfg, tasks: list, rule, model) -> tuple[list[Tree], Path]:
         directory = where / f"{task.name}-{mode}-{seed}" if is_grid else where
         digests = [prompts, task.digest()]
         has_ended = partial(is_finished, cfg=cfg)
-        run = open_run(cfg, digests, model, has_ended, directory, name=directory.name, **cell)
+        run = begin_run(cfg, digests, model, has_ended, directory, name=directory.name, **cell)
         t = Tree(task, mode, seed, cfg, run, rule)
         if not t.closed:
             (run.dir / "nodes").mkdir(exist_ok=True)

@@ -9,7 +9,7 @@ import io
 import re
 import textwrap
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, product
 
 import numpy as np
 
@@ -180,19 +180,15 @@ def words_of(key: str) -> str:
 
 
 def draw_ends(axis, run: RunData) -> None:
-    """A line for the untrained adapter, and a star for the best one on fresh seeds at the end of
-    the run, on the test part if there is one.
-    """
+    """A line for the untrained adapter, and a star for the test part at the end of the run."""
     before, final = (run.result.get(key) for key in ("before", "final"))
     if before:
         axis.axhline(before["value_mean"], color=GREY, linewidth=0.8, label="untrained")
-    if final:
+    if final and "test_value_mean" in final["best"]:
         best = final["best"]
-        part = "test" if "test_value_mean" in best else final["split"]
-        keys = ("value_mean", "value_stderr")
-        value, error = (best.get(f"test_{key}", best[key]) for key in keys)
-        label = f"best adapter, {part} part, N = {final['n']}"
-        axis.errorbar(best["step"] + 1, value, error, fmt="k*", markersize=8, label=label)
+        point = (best["step"] + 1, best["test_value_mean"], best["test_value_stderr"])
+        label = f"best adapter, test part, N = {final['n']}"
+        axis.errorbar(*point, fmt="k*", markersize=8, label=label)
 
 
 def draw_mean(axis, frame, **style):
@@ -256,25 +252,28 @@ GOLDEN = 0.618  # multiples of it, modulo 1, spread marks evenly
 
 
 def draw_episodes(axis, groups: list[RunGroup]) -> None:
-    """A strip for each group and task: a mark for the value of each valid episode, the mean of all
+    """A strip for each task and group: a mark for the value of each valid episode, the mean of all
     with its standard error, and beside it the number of failures.
     """
     import pandas
 
     labels = []
-    for group in groups:
-        episodes = pandas.DataFrame([row for run in group.runs for row in run.rows])
-        for task, own in episodes.groupby("task", sort=False):
-            strip = -len(labels)
-            values = own["value"].astype(float)
-            valid = values[own["outcome"] == "valid"]
-            heights = strip + 0.6 * (np.arange(len(valid)) * GOLDEN % 1 - 0.5)
-            axis.plot(valid, heights, alpha=0.5, markersize=3, linestyle="", **group.style)
-            axis.errorbar(values.mean(), strip, xerr=values.sem(), fmt="kD", capsize=3)
-            ends = own["outcome"].value_counts()
-            labels.append(f"{task}: {ends.get('failed', 0)} of {len(own)} failed")
-            if "fault" in ends:
-                labels[-1] += f", {count(ends['fault'], 'fault')}"
+    tasks = groups[0].runs[0].task.split()
+    for task, group in product(tasks, groups):
+        rows = [row for run in group.runs for row in run.rows if row["task"] == task]
+        if not rows:  # of a suite, left out or not played yet
+            continue
+        own = pandas.DataFrame(rows)
+        strip = -len(labels)
+        values = own["value"].astype(float)
+        valid = values[own["outcome"] == "valid"]
+        heights = strip + 0.6 * (np.arange(len(valid)) * GOLDEN % 1 - 0.5)
+        axis.plot(valid, heights, alpha=0.5, markersize=3, linestyle="", **group.style)
+        axis.errorbar(values.mean(), strip, xerr=values.sem(), fmt="kD", capsize=3)
+        ends = own["outcome"].value_counts()
+        labels.append(f"{task}: {ends.get('failed', 0)} of {len(own)} failed")
+        if "fault" in ends:
+            labels[-1] += f", {count(ends['fault'], 'fault')}"
     axis.set_yticks(-np.arange(len(labels)), labels)
     axis.axvline(0, color=GREY, linestyle=":")
     axis.set(
