@@ -16,7 +16,7 @@ import pytest
 import env
 from backends import ISOLATED, wait_for
 from env import Env
-from flatlab.errors import SandboxFault
+from flatlab.errors import ArtefactError, SandboxFault
 from flatlab.options import EpisodeOptions, SandboxOptions, TaskOptions
 from flatlab.sandbox.client import Sandbox
 from flatlab.task import grading, machine
@@ -420,6 +420,12 @@ def test_artefacts_are_files_folders_and_patterns(world, monkeypatch):
     assert world.score().valid
     monkeypatch.setattr(grading, "ARTEFACT_BYTES", 1)
     assert "guess.txt is larger than" in world.score().message
+    monkeypatch.setattr(grading, "MODEL_BYTES", 3)  # the sum of the files of a model
+    model = replace(plain, needs_gpu=True)
+    assert grading.read_artefacts(model, world.sandbox) == {"guess.txt": b"a\n"}
+    do(world, "echo b > 2.log")
+    with pytest.raises(ArtefactError, match="2.log is larger than"):
+        grading.read_artefacts(replace(model, artefacts=("guess.txt", "2.log")), world.sandbox)
 
 
 @pytest.mark.fault(25, "a given file instead of an artefact")

@@ -18,6 +18,7 @@ from transformers import AutoConfig, LlamaConfig
 
 import env
 import sft
+from bench import gpu
 from flatlab.errors import UserError
 from flatlab.files import read_mapping, read_rows
 from flatlab.model import memory
@@ -40,7 +41,7 @@ from helpers import (
 )
 from policy import Engine, Policy, Trainer, gpu_engine_options
 from tasks import load_task
-from tools import get_smollm2, gpu_check, make_tiny
+from tools import get_smollm2, gpu_sums, make_tiny
 
 # ---------------------------------------------------------------------------- memory
 
@@ -137,7 +138,7 @@ def test_the_kv_cache_of_a_cpu_holds_whole_contexts_if_they_fit(monkeypatch, ran
 
 def test_the_kv_cache_of_a_gpu_holds_typical_episodes_and_no_more(monkeypatch, capsys):
     """Qwen3-4B: 144 KiB a token, and 10.9 GiB that the engine needs beside the cache."""
-    config = gpu_check.config_of("Qwen/Qwen3-4B-Instruct-2507")
+    config = gpu_sums.config_of("Qwen/Qwen3-4B-Instruct-2507")
     token = 144 * 1024
 
     def cache(free, **options):
@@ -162,7 +163,7 @@ def test_the_kv_cache_of_a_gpu_holds_typical_episodes_and_no_more(monkeypatch, c
 
 @pytest.mark.parametrize("size, room", [(24, 22.2), (80, 74)])
 def test_default_flags_and_the_preset_fit_a_card_and_its_head_has_these_sums(size, room):
-    rows = {name: rest for name, *rest in gpu_check.sums(int(room * GIB))}
+    rows = {name: rest for name, *rest in gpu_sums.sums(int(room * GIB))}
     preset = f"configs/grpo-{size}gb.yaml"
     for name in ("grpo.py, learn.py", "sft.py", "search.py", "evaluate.py", preset):
         assert rows[name][0] == "runs", rows[name]
@@ -306,16 +307,15 @@ def test_demonstrations_are_scored_can_be_imitated_and_have_the_texts_of_an_epis
     assert read == {(played.system, played.prompt, played.turns[0]["note"])}
 
 
-def test_layers_of_peft_keep_no_copies_in_fp32(monkeypatch):
-    """Those that gpu_check compares with ours: the update would not fit into a GPU."""
-    monkeypatch.setattr(gpu_check, "DTYPE", "bfloat16")
-    trainer = gpu_check.bare_trainer()
-    batch = gpu_check.group_of(trainer, [5, 9])
-    ours = gpu_check.one_update(trainer, batch)
-    gpu_check.use_peft(trainer)
+def test_layers_of_peft_keep_no_copies_in_fp32():
+    """Those that bench gpu compares with ours: the update would not fit into a GPU."""
+    trainer = gpu.bare_trainer()
+    batch = gpu.group_of(trainer, [5, 9])
+    ours = gpu.check.one_update(trainer, batch)
+    gpu.use_peft(trainer)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        theirs = gpu_check.one_update(trainer, batch)
+        theirs = gpu.check.one_update(trainer, batch)
     assert (ours[1] - theirs[1]).norm() < 0.1 * ours[1].norm()
     sizes = {x.shape[-1] for x in kept if x.dtype == torch.float32 and x.dim() > 1}
     assert trainer.model.config.intermediate_size not in sizes
@@ -325,15 +325,15 @@ def test_layers_of_peft_keep_no_copies_in_fp32(monkeypatch):
 def test_compiled_layers_share_their_code(monkeypatch):
     """Otherwise each would be compiled for itself, and from the ninth on none."""
     monkeypatch.setattr(torch._dynamo.config, "disable", False)
-    trainer = gpu_check.bare_trainer()
+    trainer = gpu.bare_trainer()
     layers = trainer.model.get_base_model().model.layers
     monkeypatch.setattr(type(layers[0]), "forward", type(layers[0]).forward)  # restored at the end
     trainer.recompute_layers(len(layers) // 2)
-    gpu_check.compile_layers(trainer)
+    gpu.compile_layers(trainer)
     before = counters["stats"]["unique_graphs"]
     graphs = []
     for lengths in ([5, 9], [7, 8], [40, 3]):
-        gpu_check.one_update(trainer, gpu_check.group_of(trainer, lengths))
+        gpu.check.one_update(trainer, gpu.group_of(trainer, lengths))
         graphs.append(counters["stats"]["unique_graphs"] - before)
     assert 0 < graphs[0] < 2 * len(layers)
     assert len(set(graphs)) == 1
@@ -342,18 +342,12 @@ def test_compiled_layers_share_their_code(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="takes long on a GPU: run it by itself")
 def test_the_check_of_a_gpu_runs_here(tmp_path):
-    """In the precision of a GPU. Without the parts that need one, those that are others with
-    another setting, and `ahead`, which is also a section of tests/bench.
-    """
-    parts = "parity decode-folded decode-vllm-lora sync update-4b update-4b-compiled budget start"
-    parts = [*parts.split(), "own-base", "training"]
+    """In the precision of a GPU."""
     check = PROJECT / "tools/gpu_check.py"
     shutil.copytree(PROJECT / "configs/tiny", tmp_path / "model")
-    options = ["--dtype", "bfloat16", "--model", "model"]
-    done = python(check, *options, "--parts", *parts, "shared-base", cwd=tmp_path)
+    done = python(check, "--dtype", "bfloat16", "--model", "model", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     table = (tmp_path / "logs/gpu-check/table.md").read_text()
     assert "| failed |" not in table, table
-    for part in parts:
+    for part in ("parity", "budget", "update", "decode", "start", "start-twice"):
         assert f"\n| {part} |" in table
-    assert "| shared-base | base weights | skipped | needs a GPU |" in table

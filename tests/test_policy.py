@@ -342,6 +342,23 @@ def test_logprobs_are_those_of_a_forward_pass_per_sequence(policy, monkeypatch, 
         assert (a - b).norm() <= 1e-5 * a.norm() + 1e-6
 
 
+def test_a_packed_row_holds_the_common_prompt_once(monkeypatch):
+    rows = []
+
+    def trunk(input_ids, layout=None, **_):
+        rows.append((tuple(input_ids.shape), layout))
+        return SimpleNamespace(last_hidden_state=torch.zeros(*input_ids.shape, 2))
+
+    monkeypatch.setattr(packing.varlen, "varlen_attn", varlen_by_hand)
+    batch = [([1, 2, 3, 4, n, n], [0] * 4 + [1, 1]) for n in (7, 8)]
+    for way in ((True, False), (True, True), (False, False)):
+        packing.hidden_states(trunk, batch, "cpu", *way)
+    (packed, plain), (_, called), (padded, _) = rows
+    assert (packed, padded) == ((1, 3 + 2 * 3), (2, 6))
+    assert (plain.lengths, plain.varlen) == ([3, 3, 3], None)
+    assert called.varlen
+
+
 @pytest.mark.parametrize("kind", ["Linear", "with a bias", "Conv1D"])
 @pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-6), (torch.bfloat16, 0.01)])
 def test_a_layer_with_an_adapter_is_that_of_peft(kind, dtype, error):
@@ -371,6 +388,22 @@ def test_a_layer_with_an_adapter_is_that_of_peft(kind, dtype, error):
     assert (output - base(x)).norm() > 0.1 * output.norm()
     layer.enable_adapters(False)
     assert torch.equal(lora_forward(layer, x), base(x))
+
+
+@pytest.mark.parametrize(
+    "name, divisor, cap",
+    [
+        ("logits_scaling", 5.6, None),
+        ("logit_scale", 0.7 / 8, None),
+        ("final_logit_softcapping", 0.7, 8 / 0.7),
+    ],
+)
+def test_the_head_of_a_family(name, divisor, cap):
+    config = SimpleNamespace(**{name: 8.0})
+    config.get_text_config = lambda: config
+    model = SimpleNamespace(config=config, get_output_embeddings=lambda: torch.nn.Linear(2, 3))
+    head = packing.head_of(model, temperature=0.7)
+    assert (head.divisor, head.cap) == (pytest.approx(divisor), cap)
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def varlen_of(lengths: list[int], device: str) -> Callable:
     return partial(varlen.varlen_attn, **arguments)
 
 
-def hidden_states(trunk, batch, device: str, packed: bool = True, uses_varlen: bool = False):
+def hidden_states(trunk, batch, device: str, packed: bool, uses_varlen: bool):
     """Returns the hidden state before each trained token, (N, D), and these tokens, (N,).
 
     trunk: a transformers model without its head. batch: B pairs (tokens, mask), each of one length.

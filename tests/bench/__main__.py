@@ -8,6 +8,7 @@
     python tests/bench ahead       steps that play while one is learned, with waits of all kinds
     python tests/bench growth      own work of searches and trainings, by the length of the run
     python tests/bench engine      tokens per second of the engine with an adapter, three ways
+    python tests/bench gpu         experiments on a GPU, for one that is lent; small on a CPU
     python tests/bench sync        the trained adapter into the running engine, two ways
     python tests/bench objectives  losses and advantages on the built-in tasks; an hour
     python tests/bench pretrained  SmolLM2 imitates, then GRPO, on two tasks; hours
@@ -38,6 +39,7 @@ SECTIONS = {
     "ahead": "bench.agent.ahead",
     "growth": "bench.growth.growth",
     "engine": "bench.engine.engine",
+    "gpu": "bench.gpu.gpu",
     "sync": "bench.models.sync",
     "objectives": "bench.learning.objectives",
     "pretrained": "bench.learning.pretrained",

@@ -1,0 +1,659 @@
+"""The section `gpu`: the first ten minutes on a GPU that is lent, by parts of at most 120 s each.
+
+    python tests/bench gpu --only update,decode     some of PARTS
+    python -m bench.gpu PART                        one part in this process, a line per result
+
+Each mend of the trainer is switched off and on, alone and together. A line is printed as a result
+comes; a part that reaches its limit is cut, and the table says so. The numbers that have a bound
+stand beside it and beside what was measured last. Without a GPU all of it runs with small shapes.
+"""
+
+import asyncio
+import importlib.util
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+from bench.measure import ENVIRONMENT, PROJECT, last_error
+from tools import gpu_check as check
+from tools.gpu_sums import config_of
+
+LIMIT = 120  # seconds of a part
+ROW = "row: "  # begins the line of a result
+LARGE = "Qwen/Qwen3-4B-Instruct-2507"
+LAYERS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
+LORA = {"r": 32, "lora_alpha": 64, "target_modules": LAYERS}
+# A result -> its bound, and its last value: 2026-11-26, one H200, torch 2.11, before the mends.
+BOUNDS = {
+    "update, all mends, 0 recomputed": ("0.84 s of matrix products; goal 1.2 s", "3.67 s"),
+    "update, no mends, all recomputed": ("0.84 s of matrix products", "3.67 s"),
+    "decode with the adapter": ("2.4 ms to read the weights; goal 5.5 ms", "7.4 to 8 ms"),
+    "decode without an adapter": ("2.4 ms to read the weights", "not measured"),
+    "sync": ("less than 1 ms to copy 0.4 GB", "5.5 ms"),
+    "first start": ("goal 60 s", "119 s"),
+    "second start": ("goal 25 s", "not measured"),
+    "difference of log-probs": ("goal 0.05 nats", "0.031 to 0.035 nats"),
+    "step of TRL": ("goal 2 x ours", "not measured"),
+}
+
+
+# ---- the section
+
+
+def gpu(args):
+    """Runs the parts one after the other, each in a process of its own."""
+    rows = []
+    for name in args.only.split(",") if args.only else PARTS:
+        begin = time.monotonic()
+        rows += run_part(name)
+        print(f"{name} took {time.monotonic() - begin:.0f} s", flush=True)
+    return check.describe(), [with_bound(*row) for row in rows]
+
+
+def run_part(name: str) -> list:
+    """The rows of a part; the last one says whether it was cut or failed."""
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "bench.gpu", name],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=ENVIRONMENT | PARTS[name][1],
+            start_new_session=True,  # its own children end with it
+        )
+        late = threading.Timer(LIMIT, os.killpg, (process.pid, signal.SIGKILL))
+        late.start()
+        rows = []
+        for line in process.stdout:
+            if line.startswith(ROW):
+                rows.append(json.loads(line.removeprefix(ROW)))
+                print(name, *rows[-1], sep=" | ", flush=True)
+        is_late = not late.is_alive()
+        late.cancel()
+        if process.wait():
+            errors.seek(0)
+            why = f"the rest was cut after {LIMIT} s" if is_late else last_error(errors.read())
+            rows.append((name, "cut" if is_late else "failed", why))
+            print(*rows[-1], sep=" | ", flush=True)
+    return rows
+
+
+def with_bound(what: str, value: str, note: str) -> tuple:
+    for name, (bound, last) in BOUNDS.items():
+        if what.startswith(name):
+            note = f"{bound}; last {last}; {note}"
+    return what, value, note
+
+
+# ---- models and batches
+
+
+def size_of(large, small):
+    return large if check.has_gpu() else small
+
+
+def model_path() -> str:
+    """A random model in the shape of Qwen3-4B; on a CPU the stand-in."""
+    if not check.has_gpu():
+        return "tiny"
+    check.FOLDER.mkdir(parents=True, exist_ok=True)
+    return check.random_model(check.FOLDER / "qwen3-4b", LARGE)
+
+
+def bare_trainer():
+    """A trainer without an engine, in the shape of Qwen3-4B; on a CPU in that of the stand-in."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from policy import Trainer
+
+    config = AutoConfig.from_pretrained(PROJECT / "configs" / "tiny")
+    if check.has_gpu():
+        config = config_of(LARGE)
+    torch.manual_seed(0)
+    with torch.device(size_of("cuda", "cpu")):
+        base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    trainer = Trainer(base, dict(LORA), 1.0)
+    move_adapter(trainer, 1e-2)
+    return trainer
+
+
+def move_adapter(policy, size: float) -> None:
+    """Adds normal noise of this standard deviation to the trained weights."""
+    import torch
+
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.add_(torch.randn_like(p) * size)
+
+
+def group_of(trainer, lengths: list[int]) -> list:
+    """Random sequences with a common prompt and ends of these lengths, as pairs (tokens, mask)."""
+    prompt = size_of(2048, 64)
+    rng = random.Random(0)
+    vocabulary = range(trainer.model.config.vocab_size)
+    tokens = rng.choices(vocabulary, k=prompt + sum(lengths))
+    batch = []
+    for length in lengths:
+        end = [tokens.pop() for _ in range(length)]
+        batch.append((tokens[:prompt] + end, [0] * prompt + [1] * length))
+    return batch
+
+
+def equal_group(trainer) -> list:
+    return group_of(trainer, [size_of(1920, 48)] * check.EPISODES)
+
+
+def layers_of(trainer) -> int:
+    return trainer.model.config.get_text_config().num_hidden_layers
+
+
+# ---- switches: each computes the same with and without
+
+
+def compile_layers(trainer, on: bool = True) -> None:
+    """Compiles the decoder layers, once for all of them and for all lengths. It stays so."""
+    import torch
+    from transformers import AttentionInterface
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    from flatlab.model import packing
+
+    if not on:
+        return
+    torch._dynamo.config.disable = False
+    backend = size_of("inductor", "aot_eager")  # which generates no code
+    # Python lengths in a compiled layer would compile it anew for each batch.
+    AttentionInterface.register("packed", torch.compiler.disable(packing.attend))
+    for kind in {type(layer) for layer in trainer.model.modules()}:
+        if issubclass(kind, GradientCheckpointingLayer):
+            kind.forward = torch.compile(kind.forward, dynamic=True, backend=backend)
+
+
+def use_peft(trainer, on: bool = True) -> None:
+    """Computes with peft's own layers in autocast, without which they would be in fp32 and keep an
+    fp32 copy of each input. It stays so.
+    """
+    import torch
+
+    if not on:
+        return
+    for layer in trainer.adapter_layers:
+        del layer.forward
+        layer.cast_input_dtype_enabled = False
+    is_half = trainer.model.dtype == torch.bfloat16
+    autocast = torch.autocast(trainer.model.device.type, torch.bfloat16, enabled=is_half)
+    trainer.hidden_states = autocast(trainer.hidden_states)
+
+
+def thin_first(ctx, x, weight, bias, a, b, scale):
+    """LoRA's part first; the base product adds to it in its epilogue."""
+    a, b = a.to(x.dtype), b.to(x.dtype)
+    reduced = x @ a.T
+    y = reduced @ (b * scale).T
+    y = y.addmm_(x, weight.T) if bias is None else y.add_(bias).addmm_(x, weight.T)
+    ctx.save_for_backward(x, weight, a, b, reduced)
+    ctx.scale = scale
+    return y
+
+
+def order(trainer, on: bool) -> None:
+    from flatlab.model import packing
+
+    packing.LoraProduct.forward = staticmethod(thin_first if on else ORIGINAL["order"])
+
+
+def varlen(trainer, on: bool) -> None:
+    from flatlab.model.packing import has_varlen
+
+    trainer.uses_varlen = on and has_varlen(trainer.model)
+
+
+MENDS = {"varlen": varlen}  # in the product
+IDEAS = {"order": order, "peft": use_peft, "compiled": compile_layers}  # not yet measured
+ORIGINAL = {}  # what a switch replaces
+
+
+def remember() -> None:
+    from flatlab.model import packing
+
+    ORIGINAL["order"] = packing.LoraProduct.forward
+
+
+# ---- parts: each yields rows (what, value, note)
+
+
+def update():
+    """The group of 8 x (2,048 common + 1,920 own) tokens with each mend, alone and together."""
+    import torch
+
+    from flatlab.model import memory
+
+    trainer = bare_trainer()
+    remember()
+    batch = equal_group(trainer)
+    layers, config = layers_of(trainer), trainer.model.config.get_text_config()
+    tokens = len(batch[0][0]) + sum(sum(mask) for _, mask in batch[1:])
+    cases = {"no mends": (), **{name: (name,) for name in MENDS}, "all mends": (*MENDS,)}
+    cases |= {f"all mends and {name}": (*MENDS, name) for name in IDEAS}
+    first = None
+    for name, on in cases.items():
+        for switch, mend in (MENDS | IDEAS).items():
+            mend(trainer, switch in on)
+        counts = [layers, layers // 2, 0] if name in ("no mends", "all mends") else [layers]
+        for count in counts:
+            trainer.recompute_layers(count)
+            what = f"update, {name}, {'all' if count == layers else count} recomputed"
+            try:
+                found, seconds, peak = check.timed_update(trainer, batch)
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()
+                yield what, "out of memory", ""
+                continue
+            first = first or found
+            estimate = memory.bytes_needed(tokens, config, trainer.model.dtype.itemsize, count)
+            note = f"{tokens} tokens; peak {check.gib(peak)}, of a pass {check.gib(estimate)}"
+            yield what, f"{seconds:.3f} s", f"{note}; {check.apart_text(found, first)}"
+
+
+def lengths():
+    """Unequal lengths, new in each round; the KL pass; padded rows; the largest kernels."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    trainer = bare_trainer()
+    trainer.recompute_layers(layers_of(trainer))
+    own, rng = size_of(1920, 48), random.Random(0)
+    equal = equal_group(trainer)
+    found, seconds, _ = check.timed_update(trainer, equal)
+    yield "equal lengths", f"{seconds:.3f} s", ""
+    times = []
+    for _ in range(4):
+        drawn = [rng.randint(own // 4, own) for _ in range(check.EPISODES)]
+        unequal = group_of(trainer, drawn)
+        begin = time.perf_counter()
+        check.one_update(trainer, unequal)
+        times.append((time.perf_counter() - begin) / sum(drawn))
+    ratio = median(times[1:]) / (seconds / (own * check.EPISODES))
+    yield "unequal lengths", f"{ratio:.2f} x", "seconds an own token"
+    with torch.no_grad():
+        trainer.logprobs(equal, base=True)[0].sum().item()
+        begin = time.perf_counter()
+        trainer.logprobs(equal, base=True)[0].sum().item()
+    yield "KL pass", f"{time.perf_counter() - begin:.3f} s", "of a quarter of the micro-batches"
+    activity = size_of(ProfilerActivity.CUDA, ProfilerActivity.CPU)
+    with profile(activities=[activity]) as measured:
+        check.one_update(trainer, equal)
+    kernels = measured.key_averages()
+    kernels = sorted(kernels, key=lambda event: event.self_device_time_total, reverse=True)
+    for kernel in kernels[: size_of(12, 1)]:
+        took = kernel.self_device_time_total / 1e6
+        yield "kernel", f"{took:.3f} s", f"{kernel.count} x {kernel.key[:60]}".replace("|", " ")
+    trainer.packs = False
+    padded, seconds, _ = check.timed_update(trainer, equal)
+    yield "padded rows", f"{seconds:.3f} s", check.apart_text(padded, found)
+
+
+def stream(own: bool):
+    """Engine steps beside updates in the trainer's thread, on one CUDA stream or on two."""
+    import torch
+
+    from flatlab.train.job import in_trainer
+
+    if own and check.has_gpu():
+        torch.cuda.set_stream(torch.cuda.Stream(priority=-1))
+    policy = check.make_policy(model_path())
+    batch = check.update_batch(policy)
+    steps, plain_step = [], policy.step_engine
+
+    def timed_step():
+        begin = time.perf_counter()
+        outputs = plain_step()
+        steps.append(time.perf_counter() - begin)
+        return outputs
+
+    policy.step_engine = timed_step
+
+    async def go():
+        await sample_all(policy, 0)
+        steps.clear()
+        begin = time.perf_counter()
+        await sample_all(policy, 1)
+        alone, step = time.perf_counter() - begin, median(steps)
+        await in_trainer(check.one_update, policy, batch)
+        begin = time.perf_counter()
+        await in_trainer(check.one_update, policy, batch)
+        learn = time.perf_counter() - begin
+        beside = asyncio.create_task(sample_all(policy, 2))
+        await asyncio.sleep(0.05)
+        steps.clear()
+        begin, count = time.perf_counter(), 0
+        while not beside.done():
+            await in_trainer(check.one_update, policy, batch)
+            count += 1
+        both = time.perf_counter() - begin
+        note = f"alone {1000 * step:.1f} ms; longest {1000 * max(steps, default=0):.0f} ms; "
+        note += f"{both / (count * learn + alone):.2f} of taking turns"
+        return f"{1000 * median(steps or [0]):.1f} ms", note
+
+    name = "a stream of the engine's own" if own else "the product's stream"
+    yield f"engine step beside updates, {name}", *asyncio.run(go())
+    found = asyncio.run(policy.verify())["random adapter"]
+    yield (
+        f"difference of log-probs, {name}",
+        f"{found.mean:.2g} nats",
+        f"at most {found.largest:.2g}",
+    )
+
+
+async def sample_all(policy, number: int) -> list:
+    requests = []
+    for i in range(check.REQUESTS):
+        prompt = check.prompt_of(policy, i)
+        requests.append(policy.sample(prompt, check.TOKENS, seed=1000 * number + i))
+    return await asyncio.gather(*requests)
+
+
+def decode():
+    """Decoding steps with the adapter, with and without log-probs."""
+    policy = check.make_policy(model_path(), lora_rank=32, trains=False)
+    prompts = prompts_of(policy)
+    yield decode_row("decode with the adapter", policy.engine, prompts)
+    yield decode_row("the same without log-probs", policy.engine, prompts, logprobs=None)
+
+
+def decode_folded():
+    """The same with A as the last rows of the base weights: one product gives x W^T and x A^T."""
+    import torch
+    import torch.nn.functional as F
+
+    from flatlab.model.lora_sync import LoraLinear
+
+    create_weights = LoraLinear.create_weights
+
+    def create_folded(self, layer, *args, **kwargs):
+        create_weights(self, layer, *args, **kwargs)
+        count = len(layer.weight)
+        layer.folded = torch.cat([layer.weight.data, layer.lora_a])
+        layer.weight.data = layer.folded[:count]
+        layer.lora_a = layer.folded[count:]
+
+    def apply(self, layer, x, bias=None):
+        sizes = [len(layer.lora_b), len(layer.lora_a)]
+        y, reduced = F.linear(x, layer.folded).split(sizes, dim=-1)
+        y = y + reduced @ layer.lora_b.T
+        return y if bias is None else y + bias
+
+    LoraLinear.create_weights = create_folded
+    LoraLinear.apply = apply
+    policy = check.make_policy(model_path(), lora_rank=32)
+    found = asyncio.run(policy.verify())["random adapter"]
+    yield decode_row("decode, A folded into the base product", policy.engine, prompts_of(policy))
+    yield (
+        "difference of log-probs, folded",
+        f"{found.mean:.2g} nats",
+        f"at most {found.largest:.2g}",
+    )
+
+
+def decode_plain():
+    """The same without an adapter: the bound."""
+    yield decode_row("decode without an adapter", *other_engine(model_path()))
+
+
+def decode_vllm_lora():
+    """The same with vLLM's own LoRA, which reads the adapter from files."""
+    from transformers import AutoModelForCausalLM
+    from vllm.lora.request import LoRARequest
+
+    from flatlab.model.path import resolve_model
+    from policy import Trainer
+
+    model = model_path()
+    base = AutoModelForCausalLM.from_pretrained(resolve_model(model).base)
+    with tempfile.TemporaryDirectory() as folder:
+        Trainer(base, dict(LORA), 1.0).save(folder)
+        engine, prompts = other_engine(model, enable_lora=True, max_lora_rank=32, max_loras=1)
+        adapter = LoRARequest("adapter", 1, folder)
+        yield decode_row("decode, vLLM's own LoRA", engine, prompts, adapter=adapter)
+
+
+def other_engine(model: str, **lora) -> tuple:
+    """vLLM without our linear method, and prompts for it."""
+    import torch
+    from transformers import AutoConfig
+    from vllm import EngineArgs, LLMEngine
+
+    from flatlab.model import memory
+    from flatlab.model.chat import ChatTokens
+    from flatlab.model.path import resolve_model
+    from policy import cpu_engine_options, gpu_engine_options
+
+    options = cpu_engine_options(2048)
+    if check.has_gpu():
+        options = gpu_engine_options(check.REQUESTS)
+    base = resolve_model(model).base
+    config = AutoConfig.from_pretrained(base).get_text_config()
+    arguments = EngineArgs(
+        model=base,
+        dtype=torch.bfloat16,
+        hf_overrides={"head_dtype": "float32"},
+        max_model_len=2048,
+        max_num_seqs=check.REQUESTS,
+        kv_cache_memory_bytes=memory.cache_bytes(config, 2, 2048, check.REQUESTS),
+        logprobs_mode="processed_logprobs",
+        disable_log_stats=True,
+        **options,
+        **lora,
+    )
+    return LLMEngine.from_engine_args(arguments), prompts_of(ChatTokens(base))
+
+
+def prompts_of(policy) -> list:
+    return [check.prompt_of(policy, i) for i in range(check.REQUESTS)]
+
+
+def add_requests(engine, prompts: list, name: str, logprobs: int | None = 0, adapter=None) -> None:
+    """Sends requests of TOKENS tokens each. name: another one for each round."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(
+            max_tokens=check.TOKENS,
+            ignore_eos=True,
+            seed=i,
+            logprobs=logprobs,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        request = {"prompt_token_ids": prompt, "cache_salt": name}
+        engine.add_request(f"{name} {i}", request, params, lora_request=adapter)
+
+
+def decode_row(what: str, engine, prompts: list, logprobs=0, adapter=None) -> tuple:
+    """Median time of a step in which every request gets a token, of the second of two rounds, and
+    how long of it the GPU works, of a third one: a profiler takes time.
+    """
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    for number in range(2):
+        add_requests(engine, prompts, f"{what} {number}", logprobs, adapter)
+        ends = []
+        while engine.has_unfinished_requests():
+            engine.step()
+            ends.append(time.perf_counter())
+    add_requests(engine, prompts, f"{what} profiled", logprobs, adapter)
+    for _ in range(check.TOKENS // 2):
+        engine.step()
+    activity = size_of(ProfilerActivity.CUDA, ProfilerActivity.CPU)
+    with profile(activities=[activity]) as measured:
+        for _ in range(8):
+            engine.step()
+        if check.has_gpu():
+            torch.cuda.synchronize()
+    while engine.has_unfinished_requests():
+        engine.step()
+    seconds = median(after - before for before, after in pairwise(ends[len(ends) // 2 :]))
+    busy = sum(event.self_device_time_total for event in measured.key_averages()) / 8
+    note = f"{len(prompts)} requests"
+    if check.has_gpu():
+        note += f"; the GPU works {busy / 1000:.2f} ms of it"
+    return what, f"{1000 * seconds:.2f} ms a step", note
+
+
+def prompts(graphs: bool):
+    """Steps that read a prompt of 100 to 400 tokens beside decoding, with graphs of their sizes and
+    without.
+    """
+    import policy as module
+
+    options = module.gpu_engine_options
+
+    def only_decoding(max_batch):
+        found = options(max_batch)
+        sizes = found["compilation_config"]["cudagraph_capture_sizes"]
+        sizes[:] = [size for size in sizes if size <= max_batch]
+        return found
+
+    if not graphs:
+        module.gpu_engine_options = only_decoding
+    policy = check.make_policy(model_path(), trains=False)
+    engine = policy.engine
+    add_requests(engine, prompts_of(policy)[: check.REQUESTS // 2], "decoding")
+    for _ in range(8):
+        engine.step()
+    seconds = []
+    for number in range(16):
+        prompt = check.prompt_of(policy, 100 + number)[: 100 + 300 * number // 16]
+        add_requests(engine, [prompt], f"turn {number}")
+        begin = time.perf_counter()
+        engine.step()
+        engine.step()  # the output of the first one arrives
+        seconds.append((time.perf_counter() - begin) / 2)
+    name = "with" if graphs else "without"
+    value = f"{1000 * median(seconds):.2f} ms"
+    yield f"a step that reads a prompt, {name} graphs of its size", value, ""
+
+
+def sync():
+    """20 syncs while requests are in flight."""
+    policy = check.make_policy(model_path(), lora_rank=32)
+    took = []
+
+    async def go():
+        running = asyncio.ensure_future(sample_all(policy, 0))
+        for _ in range(20):
+            await asyncio.sleep(0.02)
+            move_adapter(policy, 1e-3)
+            begin = time.perf_counter()
+            policy.sync()
+            took.append(time.perf_counter() - begin)
+        await running
+        return await policy.agreement()
+
+    found = asyncio.run(go())
+    yield "sync", f"{1000 * median(took):.1f} ms", "median of 20, requests running"
+    note = f"after 20 syncs; at most {found.largest:.2g}"
+    yield "difference of log-probs", f"{found.mean:.2g} nats", note
+
+
+def start(name: str):
+    """A start with the cache of FLATLAB_BENCH_CACHE."""
+    from vllm.compilation.counter import compilation_counter
+
+    begin = time.perf_counter()
+    check.make_policy(model_path(), trains=False)
+    loaded = compilation_counter.num_aot_artifacts_loaded
+    yield name, f"{time.perf_counter() - begin:.1f} s", f"{loaded} artifacts from the cache"
+
+
+def preset(ahead: int):
+    """Two steps of the preset for 80 GB; on a CPU of smaller groups of the stand-in."""
+    flags = size_of(
+        [PROJECT / "configs/grpo-80gb.yaml", "--model", str(Path(model_path()).absolute())],
+        "--model tiny --groups 1 --group-size 4 --context 1024 --max-turns 2".split(),
+    )
+    flags += f"--task titanic --steps 2 --eval-episodes 0 --ahead {ahead} --name bench".split()
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, PROJECT / "grpo.py", *flags, "--backend", "local"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=ENVIRONMENT)
+        if done.returncode:
+            raise RuntimeError(last_error(done.stderr))
+        lines = Path(folder, "logs/bench/metrics.jsonl").read_text().splitlines()
+    for row in map(json.loads, lines):
+        keys = ("seconds_sample", "seconds_train", "seconds_sync", "memory_gb", "logprob_diff_mean")
+        note = ", ".join(f"{key} {row[key]:.3g}" for key in keys if key in row)
+        yield f"step {row['step']} of the preset, --ahead {ahead}", f"{row['seconds']:.1f} s", note
+
+
+def trl():
+    """A step of TRL with vLLM in its process beside ours, in the same shape."""
+    if not importlib.util.find_spec("trl"):
+        yield "step of TRL", "skipped", "pip install trl, in a copy of the environment"
+        return
+    command = [sys.executable, PROJECT / "tests/bench", "train", "--only", "ours,vllm"]
+    command += ["--steps", "1", *size_of(["--gpu", "--model", model_path()], [])]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    if done.returncode:
+        raise RuntimeError(last_error(done.stderr))
+    for line in done.stdout.splitlines():
+        if "TRL" in line or "ours" in line:
+            _, what, value, note, _ = (
+                line.split(" | ") if line.count(" | ") > 3 else ("", line, "", "", "")
+            )
+            yield f"step of TRL: {what}", value, note
+
+
+CACHE = {
+    "VLLM_CACHE_ROOT": f"{tempfile.gettempdir()}/flatlab-bench-{os.getpid()}",
+    "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/flatlab-bench-{os.getpid()}/inductor",
+}
+# vLLM in the process of a part, where the profiler sees it
+ALONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "CRITICAL"}
+# name -> (generator, environment), in the order of what is learned a minute
+PARTS = {
+    "update": (update, {}),
+    "lengths": (lengths, {}),
+    "stream": (partial(stream, own=False), {}),
+    "stream-own": (partial(stream, own=True), {}),
+    "sync": (sync, {}),
+    "decode": (decode, {}),
+    "decode-v1": (decode, {"VLLM_USE_V2_MODEL_RUNNER": "0"}),
+    "decode-plain": (decode_plain, ALONE),
+    "decode-folded": (decode_folded, {}),
+    "decode-vllm-lora": (decode_vllm_lora, ALONE),
+    "prompts": (partial(prompts, graphs=True), {}),
+    "prompts-no-graphs": (partial(prompts, graphs=False), {}),
+    "start": (partial(start, "first start"), CACHE),
+    "start-again": (partial(start, "second start"), CACHE),
+    "preset": (partial(preset, 0), {}),
+    "preset-ahead": (partial(preset, 2), {}),
+    "trl": (trl, {}),
+}
+
+
+def main(name: str) -> None:
+    from flatlab import threads
+
+    threads.configure()
+    check.DTYPE = "bfloat16"
+    if not check.has_gpu():
+        check.REQUESTS, check.TOKENS = 8, 32
+    for row in PARTS[name][0]():
+        print(ROW + json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
