@@ -123,7 +123,7 @@ def value_sentence(run: RunData) -> str:
     if " " not in run.task:  # several tasks have several metrics
         scale += f"; {direction}, baseline {run.baseline:.4f}"
     if error := result.get("rows_error"):
-        scale += f"; ± {error:.4f} over its rows"
+        scale += f"; a single score has the standard error {error:.4f}"
     return f"{result['what']}: {text} ({scale})"
 
 
