@@ -63,7 +63,7 @@ STDERR_BYTES = 1000  # end of a program's stderr in the transcript
 POLL_SECONDS = 0.05  # between looks whether a program has ended
 # Reads requests beside the event loop. It has one thread, because a tokenizer serves one.
 READER = ThreadPoolExecutor(1, "agent_program")
-twin_of = functools.lru_cache(1)(lambda policy: policy.twin())
+tokenizer_copy = functools.lru_cache(1)(lambda policy: policy.twin())
 
 
 @dataclass
@@ -166,9 +166,12 @@ class Endpoint:
         """Answers a request. The run sets the sampling, whatever the request says."""
         data = await request.read()
         run = asyncio.get_running_loop().run_in_executor
-        facts = data, twin_of(self.policy), self.samples, self.options.max_reply_tokens
+        tokenizer = tokenizer_copy(self.policy)
+        most = self.options.max_reply_tokens
         try:
-            tokens, parts, limit = await run(READER, invoke, read, *facts)
+            tokens, parts, limit = await run(
+                READER, invoke, read, data, tokenizer, self.samples, most
+            )
         except Exception as error:  # a missing field, or an error of the chat template
             raise unreadable(error) from error
         number = next(self.requests)
