@@ -71,9 +71,9 @@ class SandboxOptions:
 @dataclass
 class EpisodeOptions:
     max_turns: int = 8  # replies per episode
-    # tokens per reply; default: at most a quarter of the context
+    # tokens per reply; unless given, at most a quarter of the context
     max_reply_tokens: int | None = None
-    # longer command outputs keep head and tail; default: at most a quarter of the context
+    # longer command outputs keep head and tail; unless given, at most a quarter of the context
     max_observation_tokens: int | None = None
     episode_minutes: float = 30.0  # time limit of one episode, in minutes
     # YAML file of all that an agent reads and a search asks
