@@ -433,6 +433,17 @@ def test_runs_that_differ_by_their_seed_are_one_row_whose_error_is_over_the_runs
     assert rows(one, two, others[1])[-1]["difference"] == "-1.2500"  # no common seed
 
 
+def test_runs_are_grouped_by_their_whole_config_and_their_folder_not_by_their_names(tmp_path):
+    """Number and seed; a grid beside a single run of the same settings."""
+    names = {"a-0": 0, "grid/x-0": 0, "grid/x-1": 1}
+    (tmp_path / "grid").mkdir()
+    runs = [trained(tmp_path / name, seed=seed) for name, seed in names.items()]
+    assert {row["run"] for row in rows(*runs)} == {"a-0", "x (seeds 0, 1)"}
+    assert [row["run"] for row in rows(runs[0], runs[2])] == ["a + x (seeds 0, 1)"]
+    other = trained(tmp_path / "a-1", seed=1, workers=9)
+    assert {row["run"] for row in rows(runs[0], other)} == {"a-0", "a-1"}
+
+
 def test_a_table_fits_into_the_terminal_and_names_the_columns_that_it_lost(monkeypatch):
     row = {"run": "a-run", "N": 1, "value": "+0.5000", "seconds": "1.0", "differs in": "x" * 40}
     for columns, lost in ((30, "seconds, N, value"), (40, "seconds"), (200, "")):

@@ -97,11 +97,12 @@ class RunGroup:
 
     @property
     def label(self) -> str:
-        """The name of its run; of several 'titanic-none (seeds 0, 1)'."""
-        name = self.runs[0].name
-        if len(self.runs) == 1:
-            return name
-        return f"{name.removesuffix(f'-{self.seeds[0]}')} (seeds {str(self.seeds)[1:-1]})"
+        """The name of its run; of several 'titanic-none (seeds 0, 1)', or all names."""
+        names = [run.name for run in self.runs]
+        if len(names) == 1:
+            return names[0]
+        common = {name.removesuffix(f"-{seed}") for name, seed in zip(names, self.seeds)}
+        return f"{' + '.join(sorted(common))} (seeds {str(self.seeds)[1:-1]})"
 
 
 # ------------------------------------------------------------------ numbers

@@ -276,24 +276,21 @@ def learned(items: list[dict]) -> str:
 
 # ------------------------------------------------------------------ groups of runs
 
-# Settings that do not change what is measured
-IGNORED_SETTINGS = set(
-    "seed name workers concurrency url eval_episodes backend trackers gpu_memory".split()
-)
-
 
 def groups_of(runs: list[RunData]) -> dict[tuple[str, str], list[RunGroup]]:
     """(kind, task) -> groups of runs that differ by their seed only, for each table.
 
-    A group has one run of each seed; further ones are another group.
+    A group has one run of each seed; further ones are another group. Runs of one folder are kept
+    together.
     """
     compared = {}
     for run in sorted(runs, key=lambda run: run.name):
         table = compared.setdefault((run.kind, run.task), [])
         settings, seed = settings_of(run), run.config.get("seed")
-        for group in table:
-            if group.settings == settings and seed not in group.seeds:
-                break
+        same = [g for g in table if g.settings == settings and seed not in g.seeds]
+        same.sort(key=lambda group: group.runs[0].dir.parent != run.dir.parent)
+        if same:
+            group = same[0]
         else:
             group = RunGroup(STYLES[len(table) % len(STYLES)], settings)
             table.append(group)
@@ -309,7 +306,7 @@ def groups_of(runs: list[RunData]) -> dict[tuple[str, str], list[RunGroup]]:
 def settings_of(run: RunData) -> dict[str, str]:
     """All that makes a run besides its seed: setting -> text; 'my.yaml@1a2b3c' with a digest."""
     settings = run.config.items()
-    texts = {key: value_text(value) for key, value in settings if key not in IGNORED_SETTINGS}
+    texts = {key: value_text(value) for key, value in settings if key not in ("seed", "name")}
     for part, digest in run.fingerprint.items():
         texts[part] = f"{texts.get(part, '')}@{digest[-1] if part == 'code' else digest:.6}"
     return texts
