@@ -370,9 +370,14 @@ def line_of(row: dict) -> str:
     text = f"{'…' * (len(id) > 12)}{id[-12:]}  {score_text(row)}"
     if row["outcome"] == "valid":
         return f"{text}  {row['idea']}"
+    return f"{text}: {failure(row)}"
+
+
+def failure(row: dict) -> str:
+    """The line of the error that says why a node or episode failed, or how it ended."""
     lines = row["error"].strip().split("\n")
     named = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
-    return f"{text}: {[*named, *lines][0] or row['status']}"
+    return [*named, *lines][0] or row["status"]
 
 
 # ------------------------------------------------------------------ figures
