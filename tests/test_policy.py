@@ -370,6 +370,23 @@ def test_logprobs_are_those_of_a_forward_pass_per_sequence(policy, monkeypatch, 
         assert (a - b).norm() <= 1e-5 * a.norm() + 1e-6
 
 
+def test_a_packed_row_holds_the_common_prompt_once(monkeypatch):
+    rows = []
+
+    def trunk(input_ids, layout=None, **_):
+        rows.append((tuple(input_ids.shape), layout))
+        return SimpleNamespace(last_hidden_state=torch.zeros(*input_ids.shape, 2))
+
+    monkeypatch.setattr(packing.varlen, "varlen_attn", varlen_by_hand)
+    batch = [([1, 2, 3, 4, n, n], [0] * 4 + [1, 1]) for n in (7, 8)]
+    for way in ((True, False), (True, True), (False, False)):
+        packing.hidden_states(trunk, batch, "cpu", *way)
+    (packed, plain), (_, called), (padded, _) = rows
+    assert (packed, padded) == ((1, 3 + 2 * 3), (2, 6))
+    assert (plain.lengths, plain.varlen) == ([3, 3, 3], None)
+    assert called.varlen
+
+
 @pytest.mark.parametrize("kind", ["Linear", "with a bias", "Conv1D"])
 @pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-6), (torch.bfloat16, 0.01)])
 def test_a_layer_with_an_adapter_is_that_of_peft(kind, dtype, error):

@@ -13,6 +13,7 @@ from flatlab.view.reader import read_run
 
 UNSAFE = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 
+FINAL_EVALUATIONS = 3  # of the untrained, the last and the best adapter
 STAND_IN = "  (the stand-in, for trials; it only knows titanic, battleOfSexes and erdosOverlap)"
 
 
@@ -38,14 +39,15 @@ def banner(cfg, run) -> None:
     )
 
 
-def step_made(run, rows: list[dict], steps: int) -> None:
-    """Prints a line about the last step, and refreshes the pictures now and then.
-
-    rows: all so far. steps: of the whole run.
+def step_made(job, rows: list[dict], cfg) -> None:
+    """Prints a line about the last step, and refreshes the pictures now and then. job: a
+    TrainingRun. rows: all so far.
     """
     row = rows[-1]
-    spent = fmean(r["seconds"] + r["seconds_judge"] for r in rows[-20:])
-    eta = spent * (steps - row["step"] - 1)  # without the comparison at the end
+    evaluations = cfg.steps // cfg.eval_every - job.step // cfg.eval_every
+    evaluations += FINAL_EVALUATIONS * (cfg.eval_episodes > 0)
+    eta = fmean(r["seconds"] for r in rows[-20:]) * (cfg.steps - job.step)
+    eta += evaluations * job.evaluation_seconds
     print(
         f"step {row['step']:3}  reward {row['reward_mean']:+.2f}  "
         f"value {plus_minus(row['value_mean'], row['value_stderr'], '+')}  "
@@ -57,7 +59,7 @@ def step_made(run, rows: list[dict], steps: int) -> None:
         sep="",
         flush=True,
     )
-    page.plot_now_and_then(run.dir)
+    page.plot_now_and_then(job.run.dir)
 
 
 def farewell(run) -> None:
@@ -104,7 +106,8 @@ def outcome(*directories: Path) -> None:
     text = tables.headline(runs[0]) if len(runs) == 1 else tables.table(runs)
     say(f"\n{text}\n")
     folder = page.write(runs)[-1].parent
-    print(f"pictures: {folder}/*.png   page: {folder}/report.html   everything: {viewed(folder)}")
+    again = shlex.join(map(str, directories))
+    print(f"pictures: {folder}/*.png   page: {folder}/report.html   again: python viz.py {again}")
 
 
 def viewed(directory: Path) -> str:

@@ -360,7 +360,7 @@ def draw_tree(run: RunData, link: str = "#"):
 
 def draw_root(axis, run: RunData) -> None:
     axis.scatter(0, 1, c="black", marker="|", s=28)
-    axis.text(0, 1, f"\xa0  baseline  {run.result['baseline']:.4g}", va="center")
+    axis.text(0, 1, f"\xa0  baseline  {run.result['baseline']:.4f}", va="center")
 
 
 def line_of(row: dict) -> str:
