@@ -416,7 +416,9 @@ async def judge(policy, cfg: Config, job, name: str) -> dict:
     if cfg.eval_episodes:
         job.say(f"evaluating  {f'after step {job.step - 1}' if job.step else 'before training'}")
         seed = -1 - 2 * cfg.seed  # seeds of training are not negative
+        begun = time.perf_counter()
         groups = await evaluate(policy, cfg, job, name, seed)
+        job.evaluation_seconds = time.perf_counter() - begun
         result = metrics.evaluation(groups, job.tasks)
     await in_trainer(checkpoint.keep_best, policy, job, result | {"step": job.step - 1})
     return result
@@ -583,7 +585,7 @@ async def train(policy, cfg: Config, job, update=update, play=play) -> None:
             if job.run:
                 row |= metrics.timing(policy, times, played)
                 await in_trainer(checkpoint.write_step, policy, optimizer, job, row, played)
-                await in_trainer(console.step_made, job.run, rows, cfg.steps)
+                await in_trainer(console.step_made, job, rows, cfg)
 
         for later in playing.values():  # steps after a collapse
             later.cancel()

@@ -396,7 +396,6 @@ def start(t: Tree, choice: Choice) -> Node:
 async def begin(t: Tree, policy) -> None:
     """Prepares a tree for its first node. policy: samples replies and strategies."""
     t.policy = policy
-    t.run.update_result(**results(t), degenerate=warning([t.task]), status="running")
     if "limits" in t.prompts.uses["about"]:  # requests tell about the sandboxes
         async with env.Env(t.task, t.cfg.sandbox, t.seed) as world:
             await in_thread(world.restart)
@@ -514,6 +513,8 @@ def main(config_class=Config, script=SCRIPT, check=check, grow_all=grow_all) -> 
     if growing:
         console.search_banner(cfg, trees, where)
         with recorded([t.run for t in growing], where=where):
+            for t in growing:
+                t.run.update_result(**results(t), degenerate=warning([t.task]), status="running")
             grow_all(growing, cfg, model)
     console.report(trees, where)
 

@@ -316,7 +316,7 @@ def test_seeds_are_runs_on_one_engine_and_are_compared(here, played):
     assert played.seeds == [n * evaluate.FIRST_SEED + i for n in (2, 3) for i in range(2)]
     assert len(played.engines) == 1
     assert [read_mapping(Path(f"logs/a-{n}/config.yaml"))["seed"] for n in (1, 2)] == [1, 2]
-    assert "\ntitanic, evaluation\n" in out
+    assert "\ntitanic, evaluation: " in out
 
 
 def test_seeds_of_one_command_have_one_model(here, played):

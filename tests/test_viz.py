@@ -18,7 +18,7 @@ import pytest
 import viz
 from flatlab.runs import store, trackers
 from flatlab.tree.nodes import COLUMNS
-from flatlab.view import page, plots, reader, tables
+from flatlab.view import console, page, plots, reader, tables
 from helpers import (
     CONFIG,
     MADE_BY,
@@ -110,6 +110,73 @@ def test_broken_empty_and_foreign_directories_are_one_sentence(tmp_path, files, 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", reader.NOUNS)
+def test_a_run_that_ended_before_its_first_row_says_how(tmp_path, name):
+    run = store.open_run(tmp_path, CONFIG, MADE_BY)
+    first = TRAINING | {"kind": name, "split": "test"}
+    for fields, status in (
+        ({}, "not begun"),  # killed when its directory was there
+        ({"status": "interrupted"}, "interrupted"),
+        (first | {"status": "interrupted"}, "interrupted"),  # while the engine loaded
+        (first | {"status": "failed: no room"}, "failed: no room"),
+    ):
+        if fields:
+            run.update_result(**fields)
+        with user_error(f"nothing to show. Its status: {status}$"):
+            reader.read_run(tmp_path)
+
+
+def test_runs_of_other_scripts_are_one_sentence_beside_those_that_are_shown(tmp_path):
+    stored(tmp_path / "good")
+    for name, fields, files in (
+        ("other", {"kind": "temperatures"}, {}),
+        ("rows", {"kind": "evaluation", "split": "test"}, {"0": [{"task": "titanic"}]}),
+    ):
+        run = store.open_run(tmp_path / name, CONFIG, MADE_BY)
+        run.update_result(**TRAINING | fields)
+        for file, rows in files.items():
+            run.save_episodes(int(file), rows)
+    runs, errors = reader.find_runs([tmp_path])
+    assert [run.name for run in runs] == ["good"]
+    kind, rows = errors
+    assert kind.endswith("other is of a kind that viz.py does not know: temperatures.")
+    assert rows.endswith("rows cannot be shown: one of its rows has no 'score'.")
+
+
+def test_a_comparison_has_a_place_of_its_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    runs = [stored(Path("logs", name), seed=seed) for seed, name in enumerate("abc")]
+    assert reader.folder_of(runs) == Path("logs")
+    assert reader.folder_of(runs[:2]) == Path("logs/compare-a+b")
+    console.outcome(*[run.dir for run in runs[:2]])
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[-1].endswith("again: python viz.py logs/a logs/b")
+    assert Path("logs/compare-a+b/report.html").exists() and not Path("logs/report.html").exists()
+    assert len(reader.find_runs([*Path("logs").iterdir()])[0]) == 3
+
+
+def test_the_answer_of_a_comparison_is_a_sentence(tmp_path):
+    values = {"good": (0.5, 0.6, 0.7), "same": (0.45, 0.7, 0.6), "bad": (0.1, 0.2, 0.31)}
+    runs = [
+        stored(tmp_path / f"{name}-{seed}", seed=seed, lr=name, rows=[step_row(0)])
+        for name in values
+        for seed in range(3)
+    ]
+    [groups] = tables.groups_of(runs).values()
+    for group in groups:
+        group.results = [
+            {"value_mean": value, "values": {seed: value}}
+            for seed, value in enumerate(values[group.label.partition(" ")[0]])
+        ]
+    bad, good, same = groups
+    said = tables.answer([good, same])
+    assert said == (
+        "good (seeds 0, 1, 2) and same (seeds 0, 1, 2) do not differ: +0.0167 ± 0.0601, 95 % "
+        "interval -0.2419 to +0.2752, 3 paired seeds."
+    )
+    assert "good (seeds 0, 1, 2) is better than bad" in tables.answer([bad, good])
+
+
 def test_nothing_to_show_is_exit_code_2(tmp_path):
     done = python("viz.py", tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
@@ -185,7 +252,7 @@ def test_what_a_step_was_learned_from_in_the_terminal(tmp_path, capsys):
         "step 1, group 2: titanic, rewards +0.600 to +0.800, no advantages stored",
     ]
     first, second = re.findall("^ *1/[01] .*", text, re.M)
-    assert first.split() == "1/0 0 +0.900 +1.200 1 of 2 2 0.9 submit 9 1.5 titanic".split()
+    assert first.split() == "1/0 0 +0.900 +1.200 1 of 2 2 0.9000 submit 9 1.5 titanic".split()
     assert "-0.400     2 of 2" in second
     rows = [{"task": "titanic", "reward": reward} for reward in (0, 1)]  # as in a journal
     assert tables.learned(rows) == "titanic, rewards +0.000 to +1.000"
@@ -430,7 +497,7 @@ def test_several_tasks_have_a_common_value_and_no_score(tmp_path):
     run = trained(tmp_path / "a", scores=(1.6, None), result=scale)
     [row] = rows(run)
     assert (row["value"], row["score"]) == ("+0.4000 ± 1.4000", "-")
-    assert tables.table([run]).startswith("titanic digits, training\n")
+    assert tables.table([run]).startswith("titanic digits, training: 1 run of one")
     [path] = page.draw([run, run], tmp_path)
     assert path.name == "compare-training-titanic+digits.png"
 
@@ -601,9 +668,9 @@ def test_a_tree_names_its_nodes(tmp_path):
     tree, _ = plots.draw_tree(searched(tmp_path / "a")).axes
     names = [text.get_text().strip() for text in tree.texts]
     failed = "0.1  failed: KeyError: 'missing'"
-    losses = {"0.0": "0.4", "0.0.0": "0.3", "0.0.1": "0.45"}
+    losses = {"0.0": "0.4000", "0.0.0": "0.3000", "0.0.1": "0.4500"}
     lines = [f"{id}  {loss}  idea {id}" for id, loss in losses.items()]
-    assert names == ["baseline  0.6", *lines, failed]
+    assert names == ["baseline  0.6000", *lines, failed]
     bold = [line.get_xydata().tolist() for line in tree.lines if line.get_linewidth() > 1]
     assert bold == [[[0, 1], [0, 0], [0.2, 0]], [[0.2, 0], [0.2, -1], [0.4, -1]]]
     for id, name in (("0.1.2.3.4.5", "0.1.2.3.4.5"), ("0.1.2.3.4.567", "….1.2.3.4.567")):

@@ -73,6 +73,7 @@ def report(suite: dict, runs: list[RunData]) -> str:
     if figure:
         picture = folder_of(runs) / "profile.png"
         picture.parent.mkdir(exist_ok=True)
+        picture.parent.mkdir(exist_ok=True)
         write_whole(picture, plots.encoded(figure, "png"))
         print(f"wrote {picture}\n")
     totals = totals.sort_values(order, ascending=False).drop(columns="value")

@@ -230,6 +230,7 @@ class TrainingRun:
     slots: Slots | None = None  # of the sandboxes of this process
     step: int = 0  # the next one; as many steps of training are in the weights
     best: dict | None = None  # evaluation of the adapter in best/
+    evaluation_seconds: float = 0.0  # of the latest evaluation
     stopped: str = ""  # why metrics.collapse ended the run
     ranks: Ranks = field(default_factory=join)
 

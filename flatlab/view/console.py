@@ -6,13 +6,14 @@ from math import nan
 from pathlib import Path
 from statistics import fmean
 
-from flatlab.numbers import count, duration, plus_minus
+from flatlab.numbers import counted, duration, plus_minus
 from flatlab.task.value import value_of
 from flatlab.view import page, tables
 from flatlab.view.reader import read_run
 
 UNSAFE = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 
+FINAL_EVALUATIONS = 3  # of the untrained, the last and the best adapter
 STAND_IN = "  (the stand-in, for trials; it only knows titanic, battleOfSexes and erdosOverlap)"
 
 
@@ -30,22 +31,23 @@ def model_line(cfg, model) -> None:
 def banner(cfg, run) -> None:
     """Prints what a training run is about to do."""
     print(
-        f"plan     {count(cfg.steps, 'step')} x {count(cfg.groups, 'group')} x "
-        f"{count(cfg.group_size, 'episode')}, "
+        f"plan     {counted(cfg.steps, 'step')} x {counted(cfg.groups, 'group')} x "
+        f"{counted(cfg.group_size, 'episode')}, "
         f"{cfg.advantage} advantage, {cfg.loss} loss\n"
         f"run      {viewed(run.dir)}",
         flush=True,
     )
 
 
-def step_made(run, rows: list[dict], steps: int) -> None:
-    """Prints a line about the last step, and refreshes the pictures now and then.
-
-    rows: all so far. steps: of the whole run.
+def step_made(job, rows: list[dict], cfg) -> None:
+    """Prints a line about the last step, and refreshes the pictures now and then. job: a
+    TrainingRun. rows: all so far.
     """
     row = rows[-1]
-    spent = fmean(r["seconds"] + r["seconds_judge"] for r in rows[-20:])
-    eta = spent * (steps - row["step"] - 1)  # without the comparison at the end
+    evaluations = cfg.steps // cfg.eval_every - job.step // cfg.eval_every
+    evaluations += FINAL_EVALUATIONS * (cfg.eval_episodes > 0)
+    eta = fmean(r["seconds"] for r in rows[-20:]) * (cfg.steps - job.step)
+    eta += evaluations * job.evaluation_seconds
     print(
         f"step {row['step']:3}  reward {row['reward_mean']:+.2f}  "
         f"value {plus_minus(row['value_mean'], row['value_stderr'], '+')}  "
@@ -57,7 +59,7 @@ def step_made(run, rows: list[dict], steps: int) -> None:
         sep="",
         flush=True,
     )
-    page.plot_now_and_then(run.dir)
+    page.plot_now_and_then(job.run.dir)
 
 
 def farewell(run) -> None:
@@ -88,7 +90,7 @@ def episode_made(group, played: int, episodes: int, eta: float) -> None:
     for improvement in group.improvements():
         score = "" if improvement is None else f" ({episode.score.value:.4f})"
         outcome = f"value {value_of(improvement):+.4f}{score}"
-    turns = count(len(episode.turns), "turn")
+    turns = counted(len(episode.turns), "turn")
     print(
         f"episode  {played} of {episodes}: {group.task.name} {outcome}, {turns}, "
         f"{episode.status}, ETA {duration(eta)}",
@@ -104,7 +106,8 @@ def outcome(*directories: Path) -> None:
     text = tables.headline(runs[0]) if len(runs) == 1 else tables.table(runs)
     say(f"\n{text}\n")
     folder = page.write(runs)[-1].parent
-    print(f"pictures: {folder}/*.png   page: {folder}/report.html   everything: {viewed(folder)}")
+    again = shlex.join(map(str, directories))
+    print(f"pictures: {folder}/*.png   page: {folder}/report.html   again: python viz.py {again}")
 
 
 def viewed(directory: Path) -> str:
@@ -118,13 +121,13 @@ def viewed(directory: Path) -> str:
 def search_banner(cfg, trees: list, where: Path) -> None:
     """Prints what a search is about to do."""
     print(
-        f"plan     {count(len(trees), 'tree')} of {count(cfg.nodes, 'node')}, "
+        f"plan     {counted(len(trees), 'tree')} of {counted(cfg.nodes, 'node')}, "
         f"modes {', '.join(cfg.sampling_mode)}\n"
-        f"rule     {cfg.select}, {count(cfg.workers, 'node')} at once"
+        f"rule     {cfg.select}, {counted(cfg.workers, 'node')} at once"
     )
     for t in trees:
         if t.finished and not t.closed:
-            print(f"resumed  {t.run.dir} after {count(len(t.finished), 'node')}")
+            print(f"resumed  {t.run.dir} after {counted(len(t.finished), 'node')}")
         if t.test_reads() and not t.closed:
             print(
                 f"note     {t.run.dir} has read the test part before and will read it again if "

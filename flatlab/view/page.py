@@ -48,6 +48,7 @@ def draw(runs: list[RunData], folder: Path, format="png", keys=()) -> list[Path]
     if missing:
         print(f"not drawn, because the rows lack the key: {', '.join(missing)}")
     paths = []
+    folder.mkdir(exist_ok=True)
     for name, figure in figures.items():
         for kind in sorted({"png", format}):
             paths.append(folder / f"{name}.{kind}")

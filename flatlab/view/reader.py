@@ -3,6 +3,7 @@
 import difflib
 import os
 import re
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +18,9 @@ NOUNS = {"training": "step", "search": "node", "evaluation": "episode", "imitati
 SCALE = ("baseline", "reference", "higher_is_better")
 # Name of a file of transcripts, or id of a node -> function that reads its transcripts
 Files = dict[str, Callable[[], list[dict]]]
-# Keys that result.json has from the first row on
+# Keys that result.json has from the start on
 NEEDED = {"kind", "task", "metric", "value", *SCALE}
+COMPARED = "compare-"  # beginning of the folder of a comparison
 
 
 @dataclass(frozen=True)
@@ -66,33 +68,58 @@ def read_run(directory) -> RunData:
         raise UserError(f"{path} is not a run directory: it has no config.yaml.")
     config = read_mapping(path / "config.yaml")
     fingerprint = config.pop("fingerprint", {})
-    result = read_mapping(path / "result.json")
-    if missing := NEEDED - result.keys():
+    not_begun = None if has_rows(path) else {"status": "not begun"}
+    result = read_mapping(path / "result.json", not_begun)
+    kind = result.get("kind")
+    status = f"Its status: {result.get('status', 'unknown')}"
+    if kind and kind not in NOUNS:
+        raise UserError(f"{path} is of a kind that viz.py does not know: {kind}.")
+    missing = NEEDED - result.keys()
+    if kind == "evaluation":
+        missing |= {"split"} - result.keys()
+    if missing and not has_rows(path):
+        raise UserError(f"{path} has nothing to show. {status}")
+    if missing:
         raise UserError(
             f"{path} was made by another version: its result.json has no {min(missing)}. git.txt "
             "names the commit."
         )
-    kind = result["kind"]
-    rows, rounds = read_rows(path / "metrics.jsonl"), []
-    if kind == "search":
-        rounds = rows
-        rows = [node_row(row, result["task"]) for row in read_rows(path / "journal.jsonl")]
-    if kind == "evaluation":
-        rows = read_all(episode_files(path))
+    try:
+        rows, rounds = rows_of(path, kind, result["task"])
+    except KeyError as error:
+        raise UserError(f"{path} cannot be shown: one of its rows has no {error}.") from None
     if not rows:
-        raise UserError(f"{path} has no finished {NOUNS[kind]} yet: nothing to show.")
+        raise UserError(f"{path} has no finished {NOUNS[kind]}: nothing to show. {status}")
     scale = {key: result[key] for key in SCALE}
     return RunData(path, kind, result["task"], config, rows, rounds, result, fingerprint, **scale)
+
+
+def has_rows(path: Path) -> bool:
+    """Returns whether a run has a step, a node or an episode."""
+    return any(file.stat().st_size for file in path.rglob("*.jsonl"))
+
+
+def rows_of(path: Path, kind: str, task: str) -> tuple[list[dict], list[dict]]:
+    """The rows and the rounds of a run, see RunData. KeyError: a row lacks this key."""
+    rows = read_rows(path / "metrics.jsonl")
+    if kind == "search":
+        nodes = read_rows(path / "journal.jsonl")
+        return [node_row(node, task) for node in nodes], rows
+    if kind == "evaluation":
+        return read_all(episode_files(path)), []
+    return rows, []
 
 
 def find_runs(paths) -> tuple[list[RunData], list[str]]:
     """The runs in these directories and one sentence for each that cannot be shown.
 
     A folder stands for all runs in it, as that of a grid for its cells. Among several paths plain
-    files are skipped, because logs/* also names the pictures that viz.py wrote there.
+    files and comparisons are skipped, because logs/* also names what viz.py wrote there.
     """
     runs, errors = [], []
-    paths = [path for path in paths if len(paths) == 1 or not path.is_file()]
+    if len(paths) > 1:
+        paths = [path for path in paths if path.is_dir() or not path.exists()]
+        paths = [path for path in paths if not path.name.startswith(COMPARED)]
     for path in paths:
         inside = sorted(result.parent for result in path.glob("**/result.json"))
         for directory in inside or [path]:
@@ -104,10 +131,21 @@ def find_runs(paths) -> tuple[list[RunData], list[str]]:
 
 
 def folder_of(runs: list[RunData]) -> Path:
-    """The folder that all runs are in; the directory of a single one; logs/ without any."""
+    """The folder of the views: of one run its directory, of all runs in a folder this one, of other
+    runs <folder>/compare-<names>; logs/ without any.
+    """
     if len(runs) == 1:
         return runs[0].dir
-    return Path(os.path.commonpath([run.dir.resolve() for run in runs] or ["logs"]))
+    directories = [run.dir.resolve() for run in runs]
+    folder = Path(os.path.commonpath(directories or ["logs"]))
+    inside = {result.parent.resolve() for result in folder.rglob("result.json")}
+    if runs and inside != {*directories}:
+        names = "+".join(str(path.relative_to(folder)) for path in directories).replace("/", "-")
+        if len(names) > 100:
+            names = f"{names[:90]}-{zlib.crc32(names.encode()):08x}"
+        folder /= f"{COMPARED}{names}"
+    here = Path.cwd()
+    return folder.relative_to(here) if folder.is_relative_to(here) else folder
 
 
 def node_row(row: dict, task: str) -> dict:
@@ -129,7 +167,7 @@ def with_outcome(row: dict) -> dict:
 
 def score_text(item: dict) -> str:
     """The score of a node or episode, or its outcome if it has none."""
-    return item["outcome"] if item["score"] is None else f"{item['score']:.4g}"
+    return item["outcome"] if item["score"] is None else f"{item['score']:.4f}"
 
 
 # ------------------------------------------------------------------ transcripts

@@ -7,10 +7,11 @@ same seed are compared in pairs, which takes out what the seed has in common.
 """
 
 import math
+import textwrap
 from collections import Counter
 from statistics import fmean
 
-from flatlab.numbers import BEST_OF, count, duration, plus_minus, standard_error, value_text
+from flatlab.numbers import BEST_OF, counted, duration, plus_minus, standard_error, value_text
 from flatlab.task.value import summary, summary_text
 from flatlab.train.metrics import fell_by_half
 from flatlab.view.plots import FEW_SEEDS, STYLES, RunGroup, series, window_of
@@ -49,7 +50,7 @@ def result_of(run: RunData) -> dict:
         return best | result_of_episodes(run, what, items, final["split"])
     last = run.rows[-window_of(run.rows) :]
     means = {key: fmean(series(last, key)) for key in ("value_mean", "valid_share")}
-    return means | {"what": f"last {count(len(last), 'step')}", "part": "training", "values": {}}
+    return means | {"what": f"last {counted(len(last), 'step')}", "part": "training", "values": {}}
 
 
 def result_of_episodes(run: RunData, what: str, items: list[dict], split: str) -> dict:
@@ -93,7 +94,7 @@ def heading(run: RunData) -> str:
     keys = "sampling_mode select model".split()
     facts = [value_text(config[key]) for key in keys if key in config]
     seconds = run.result.get("seconds") or sum(row.get("seconds", 0) for row in run.rows)
-    size = count(len(run.rows), NOUNS[run.kind])
+    size = counted(len(run.rows), NOUNS[run.kind])
     end = f"seed {config.get('seed')}, {size} in {duration(seconds)}"
     return f"{run.name}: {', '.join([run.task, *facts, end])}"
 
@@ -102,7 +103,7 @@ def headline(run: RunData) -> str:
     """The outcome of a run: value, share valid, score, part, uncertainty, and failures."""
     if run.kind == "imitation":
         loss = plus_minus(run.rows[-1]["loss"], None)
-        text = f"imitation of {count(run.result['episodes'], 'episode')}: last loss {loss}."
+        text = f"imitation of {counted(run.result['episodes'], 'episode')}: last loss {loss}."
     else:
         text = f"{value_sentence(run)}. {ends(run)}."
     text = " ".join([text, f"Status: {run.status}.", *notes([run])])
@@ -118,15 +119,17 @@ def value_sentence(run: RunData) -> str:
     digits = 6 if run.result.get("exact") else 4
     text = summary_text(result, run.result["metric"], digits)
     direction = "higher is better" if run.higher_is_better else "lower is better"
-    scale = f"{result['part']} part; {direction}, baseline {run.baseline:.4f}"
+    scale = f"{result['part']} part"
+    if " " not in run.task:  # several tasks have several metrics
+        scale += f"; {direction}, baseline {run.baseline:.4f}"
     if error := result.get("rows_error"):
-        scale += f"; ± {error:.4f} over its rows"
+        scale += f"; a single score has the standard error {error:.4f}"
     return f"{result['what']}: {text} ({scale})"
 
 
 def ends(run: RunData) -> str:
     """Numbers of failed nodes or episodes, and of faults."""
-    text = count(faults(run), "fault")
+    text = counted(faults(run), "fault")
     if NOUNS[run.kind] == "step":
         return text
     failed = sum(row["outcome"] == "failed" for row in run.rows)
@@ -314,32 +317,80 @@ def settings_of(run: RunData) -> dict[str, str]:
 
 # ------------------------------------------------------------------ the table
 
-LEGEND = f"""\
-run: its name; runs that differ by their seed only are one row; a second run of a seed is in another
-    row
-N: runs in the row; a mean over fewer than {FEW_SEEDS} runs has no interval, each value is shown
-value: mean improvement, 0 at the baseline and 1 at the reference; without a valid submission -1.
-    Every ± is a standard error: over the runs, or over the episodes of a single run
-valid: share of the episodes, or of the nodes, with a valid submission
-score: mean of the valid ones, or the score of the best node, in the unit of the task
-best of {BEST_OF}: expected best score of {BEST_OF} episodes
-gain over untrained: of the value of the best adapter, in pairs on the same fresh seeds
-rows ±: standard error of one score over the rows or games of the part
-of: what has this value, and on which part of the data
-difference: of the value to the best row, over the seeds that both have
-differs in: settings that at most half of the rows have, @ digests of prompts, task, model and code;
-    values on two versions of a task cannot be compared"""
+# Column -> its meaning
+EXPLAINED = {
+    "run": "its name; runs that differ by their seed only are one row; a second run of a seed has "
+    "a row of its own",
+    "N": f"runs in the row; a mean over fewer than {FEW_SEEDS} runs has no interval, each value is "
+    "shown",
+    "value": "mean improvement, 0 at the baseline, 1 at the reference; without a valid submission "
+    "-1. Every ± is a standard error: over the runs, or over the episodes of a single run",
+    "valid": "share of the episodes, or of the nodes, with a valid submission",
+    "score": "mean of the valid ones, or the score of the best node, in the unit of the task",
+    f"best of {BEST_OF}": f"expected best score of {BEST_OF} episodes",
+    "gain over untrained": "of the value of the best adapter, in pairs on the same fresh seeds",
+    "rows ±": "standard error of one score over the rows or games of the part",
+    "of": "what has this value, and on which part of the data",
+    "difference": "of the value to the best row, over the seeds that both have",
+    "differs in": "settings that at most half of the rows have, @ digests of prompts, task, model "
+    "and code; values on two versions of a task cannot be compared",
+}
 
 
 def table(runs: list[RunData], limit: int | None = None) -> str:
-    """Text of `python viz.py logs/*`: a table per kind of run and task, then what it means."""
-    parts = []
+    """Text of `python viz.py logs/*`: for each kind of run and task the answer and a table, then
+    what the columns mean.
+    """
+    parts, said = [], set()
     for (kind, task), groups in groups_of(runs).items():
         text = "An imitation has no value: evaluate its adapter to compare it."
         if kind != "imitation":
-            text = aligned(rows_of(groups), limit)
-        parts.append(f"{task}, {kind}\n{text}")
-    return "\n\n".join([*parts, "\n".join([LEGEND, *notes(runs)])])
+            rows = rows_of(groups)
+            said |= {key for row in rows for key in row if str(row[key]) not in ("", "-")}
+            text = f"{answer(groups)}\n{aligned(rows, limit)}"
+        parts.append(f"{task}, {kind}: {text}")
+    legend = [f"{key}: {text}" for key, text in EXPLAINED.items() if key in said]
+    return "\n\n".join([*parts, "\n".join(wrapped(legend)), *notes(runs)])
+
+
+def wrapped(lines: list[str]) -> list[str]:
+    """Lines of at most 100 characters; those that continue one are indented."""
+    return [part for line in lines for part in textwrap.wrap(line, 100, subsequent_indent="    ")]
+
+
+def answer(groups: list[RunGroup]) -> str:
+    """The comparison of the best group of runs with the next one in a sentence. groups: with their
+    results, see rows_of.
+    """
+    ranked = sorted(groups, key=mean_value, reverse=True)
+    best = ranked[0]
+    if len(ranked) == 1:
+        seeds = counted(len(best.runs), "run")
+        return f"{seeds} of one setting, value {cell(best.results, 'value_mean', '+')}."
+    other = ranked[1]
+    pairs = paired(best, other)
+    names = f"{best.label} and {other.label}"
+    if len(pairs) < FEW_SEEDS:
+        values = " and ".join(plus_minus(mean_value(group), None, "+") for group in (best, other))
+        return f"{names}: {values}; {len(pairs)} paired seeds are too few for an interval."
+    mean, error = fmean(pairs), standard_error(pairs)
+    low, high = interval(mean, error, len(pairs))
+    is_better = low > 0
+    verdict = (
+        f"{best.label} is better than {other.label}" if is_better else f"{names} do not differ"
+    )
+    return (
+        f"{verdict}: {plus_minus(mean, error, '+')}, 95 % interval {low:+.4f} to {high:+.4f}, "
+        f"{len(pairs)} paired seeds."
+    )
+
+
+def interval(mean: float, error: float, n: int) -> tuple[float, float]:
+    """The 95 % interval of a mean of n values by Student's t."""
+    from scipy.stats import t
+
+    half = t.ppf(0.975, n - 1) * error
+    return mean - half, mean + half
 
 
 def rows_of(groups: list[RunGroup]) -> list[dict]:
@@ -403,13 +454,17 @@ def difference(group: RunGroup, best: RunGroup) -> str:
     """The difference of the values to the best ones, over the seeds that both have; without such
     seeds the difference of the means.
     """
-    values, others = values_of(group), values_of(best)
-    pairs = [values[seed] - others[seed] for seed in values if seed in others]
-    if pairs:
+    if pairs := paired(group, best):
         return f"{mean_or_each(pairs, '+')} ({len(pairs)} paired)"
-    if not (values and others):
+    if not (values_of(group) and values_of(best)):
         return "-"
     return plus_minus(mean_value(group) - mean_value(best), None, "+")
+
+
+def paired(group: RunGroup, other: RunGroup) -> list[float]:
+    """The differences of the values, for the seeds that both have."""
+    values, others = values_of(group), values_of(other)
+    return [values[seed] - others[seed] for seed in values if seed in others]
 
 
 def values_of(group: RunGroup) -> dict:
