@@ -14,6 +14,7 @@ from jinja2 import meta
 
 from flatlab.errors import UserError
 from flatlab.files import content_key, read_mapping
+from flatlab.numbers import counted
 from flatlab.task.definition import Task
 from flatlab.task.machine import software_of
 
