@@ -295,7 +295,7 @@ class Trainer:
         from peft import LoraConfig, get_peft_model
         from peft.tuners.lora import LoraLayer
 
-        from flatlab.model.packing import can_pack, has_varlen, lora_forward
+        from flatlab.model.packing import can_pack, fuse_norms, has_varlen, lora_forward
 
         self.temperature = temperature
         self._reference = None  # tensors of set_reference
@@ -305,6 +305,8 @@ class Trainer:
         self.adapter_layers = [m for m in self.model.modules() if isinstance(m, LoraLayer)]
         for layer in self.adapter_layers:
             layer.forward = MethodType(lora_forward, layer)
+        if base.device.type == "cuda":  # a CPU keeps the digits that it had
+            fuse_norms(self.model)
         if can_pack(base):
             base.set_attn_implementation("packed")
         # some models refuse it, as Falcon does
@@ -363,7 +365,9 @@ class Trainer:
         """AdamW on the trainable tensors."""
         import torch
 
-        return torch.optim.AdamW(self.parameters(), lr, betas=betas, weight_decay=weight_decay)
+        options = {"betas": betas, "weight_decay": weight_decay}
+        is_fused = self.model.device.type == "cuda"  # one kernel for all tensors
+        return torch.optim.AdamW(self.parameters(), lr, fused=is_fused, **options)
 
     def logprobs(
         self,
@@ -479,7 +483,7 @@ class Policy(Engine, Trainer):
     running event loop.
 
     Arguments: see Engine; lora_rank: see lora_settings. trains: False for search and evaluation:
-    the trainer's copy of the model stays out of the GPU.
+    the trainer holds the adapter alone, and logprobs() cannot be called.
     """
 
     # On a GPU the trainer uses the engine's copy of the base weights, if it then computes the same
@@ -501,7 +505,7 @@ class Policy(Engine, Trainer):
         Engine.__init__(self, path, options, lora["r"], seed, max_batch, trains)
         import torch
 
-        from flatlab.model.lora_sync import own_base
+        from flatlab.model.lora_sync import empty_base, own_base
 
         # Limit of the mean log-prob difference between engine and trainer, in nats. Rounding alone
         # makes about 1e-6 (fp32) or 0.01 (bf16), a broken sync far more. verify() measures what
@@ -516,8 +520,9 @@ class Policy(Engine, Trainer):
                 and self._build_on_shared_base(lora)
             )
             if not self.shares_base:
-                base = own_base(self.engine, self.config, self.dtype)
-                self._build_trainer(base.to(self.device if trains else "cpu"), lora)
+                make = own_base if trains else empty_base
+                base = make(self.engine, self.config, self.dtype)
+                self._build_trainer(base.to(self.device) if trains else base, lora)
         self.reset(seed)
         with loading("vLLM", path.base):  # some models are refused by the first step only
             asyncio.run(self.sample(self._probes()[0], 1, seed=0))
@@ -526,6 +531,8 @@ class Policy(Engine, Trainer):
         """Builds the trainer on the engine's base weights. Returns whether they agree with the
         initial adapter, which changes nothing.
         """
+        import torch
+
         from flatlab.model.lora_sync import shared_base
 
         try:
@@ -536,6 +543,8 @@ class Policy(Engine, Trainer):
             if agreement.mean <= self.rounding(agreement):
                 return True
             reason = agreement
+        except torch.OutOfMemoryError:
+            raise  # a second copy would not fit, either
         except (AttributeError, KeyError, RuntimeError, ValueError) as error:
             reason = error
         print(
@@ -552,6 +561,10 @@ class Policy(Engine, Trainer):
         if not lora["target_modules"]:
             lora["target_modules"] = layers_to_adapt(self.engine, base)
         Trainer.__init__(self, base, lora, self.temperature)
+        if base.device.type == "meta":  # only the adapter gets numbers
+            for layer in self.adapter_layers:
+                layer.lora_A.to_empty(device=self.device)
+                layer.lora_B.to_empty(device=self.device)
         self.adapter_copy = AdapterCopy(self.engine, self.model)
 
     def reset(self, seed: int) -> None:
@@ -659,8 +672,9 @@ class Policy(Engine, Trainer):
         Returns the Agreement with each. version: as in sync().
 
         Raises UserError if they disagree: training on such samples would be wrong from the first
-        step. In bf16 diff_limit becomes 2.5 times the difference without an adapter, which is
-        rounding alone: at least 0.02, and at most a quarter of what the random adapter moves.
+        step. In bf16 the limit is 2.5 times the difference without an adapter, which is rounding
+        alone: at least 0.02, and at most a quarter of what the random adapter moves. That of
+        training, diff_limit, is at least 0.05: long contexts round more than the short probes.
         """
         import torch
 
@@ -669,18 +683,20 @@ class Policy(Engine, Trainer):
         zeros = [torch.zeros_like(p) for p in trained]
         adapters = {"no adapter": zeros, "random adapter": random, "trained adapter": trained}
         found = {}
+        limit = self.diff_limit
         with loading("Engine or trainer", self.path.base):
             for name, tensors in adapters.items():
                 with self._using(tensors):
                     self.sync(version)
                     found[name] = await self.agreement()
                 if name != "no adapter":
-                    self.check(found[name], f"probe with the {name}", self.diff_limit)
+                    self.check(found[name], f"probe with the {name}", limit)
                     continue
                 self.check(found[name], f"probe with {name}", self.rounding(found[name]))
                 if not self.is_fp32:
-                    limit = max(0.02, 2.5 * found[name].mean)
-                    self.diff_limit = min(limit, moved / 4)
+                    rounding = 2.5 * found[name].mean
+                    limit = min(max(0.02, rounding), moved / 4)
+                    self.diff_limit = min(max(0.05, rounding), moved / 4)
         return found
 
 

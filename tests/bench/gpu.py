@@ -219,7 +219,18 @@ def varlen(trainer, on: bool) -> None:
     trainer.uses_varlen = on and has_varlen(trainer.model)
 
 
-MENDS = {"varlen": varlen}  # in the product
+def norms(trainer, on: bool) -> None:
+    """RMSNorm in one kernel."""
+    from flatlab.model.packing import fuse_norms, fused_norm
+
+    for module in trainer.model.modules():
+        if getattr(vars(module).get("forward"), "__func__", None) is fused_norm:
+            del module.forward
+    if on:
+        fuse_norms(trainer.model)
+
+
+MENDS = {"varlen": varlen, "norms": norms}  # in the product
 IDEAS = {"order": order, "peft": use_peft, "compiled": compile_layers}  # not yet measured
 ORIGINAL = {}  # what a switch replaces
 
