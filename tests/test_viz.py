@@ -175,6 +175,9 @@ def test_the_answer_of_a_comparison_is_a_sentence(tmp_path):
         "interval -0.2419 to +0.2752, 3 paired seeds."
     )
     assert "good (seeds 0, 1, 2) is better than bad" in tables.answer([bad, good])
+    bad.results, bad.runs = bad.results[:1], bad.runs[:1]
+    said = "good (seeds 0, 1, 2) and bad-0: +0.6000 and +0.1000; 1 paired seed: too few for an "
+    assert tables.answer([bad, good]) == said + "interval."
 
 
 def test_nothing_to_show_is_exit_code_2(tmp_path):

@@ -403,7 +403,7 @@ def answer(groups: list[RunGroup]) -> str:
     names = f"{best.label} and {other.label}"
     if len(pairs) < FEW_SEEDS:
         values = " and ".join(plus_minus(mean_value(group), None, "+") for group in (best, other))
-        pairs = count(len(pairs), "paired seed")
+        pairs = counted(len(pairs), "paired seed")
         return f"{names}: {values}; {pairs}: too few for an interval."
     mean, error = fmean(pairs), standard_error(pairs)
     low, high = interval(mean, error, len(pairs))
