@@ -21,7 +21,7 @@ from flatlab import options
 from flatlab.errors import UserError
 from flatlab.files import content_key, read_rows
 from flatlab.model.chat import Sample
-from flatlab.numbers import count
+from flatlab.numbers import counted
 from flatlab.runs import cli, start, store
 from flatlab.task.value import improvement
 from flatlab.train import checkpoint, metrics
@@ -106,8 +106,8 @@ def best_episodes(cfg: Config, tasks: list) -> list[dict]:
     chosen = []
     for episodes in found.values():
         ranked = sorted(episodes.values(), key=lambda pair: -pair[0])
-        count = min(MOST_EPISODES, max(1, round(cfg.share * len(ranked))))
-        chosen += [episode for _, episode in ranked[:count]]
+        kept = min(MOST_EPISODES, max(1, round(cfg.share * len(ranked))))
+        chosen += [episode for _, episode in ranked[:kept]]
     if not chosen:
         names, runs = " ".join(by_name), " ".join(cfg.runs)
         raise UserError(f"--runs: no episode of {names} in {runs or 'no run'} beats the baseline.")
@@ -188,7 +188,7 @@ def imitate(policy, transcripts: list[dict], cfg: Config, run) -> None:
     episodes = list(filter(None, made_of))
     if not episodes:
         raise UserError(f"--runs: no episode fits into --context {policy.context}.")
-    print(f"imitate  {count(len(episodes), 'episode')}, {cfg.updates} updates", flush=True)
+    print(f"imitate  {counted(len(episodes), 'episode')}, {cfg.updates} updates", flush=True)
     run.update_result(episodes=len(episodes))
     job = TrainingRun(run=run)
     optimizer = policy.make_optimizer(cfg.lr)

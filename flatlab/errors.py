@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 
-from flatlab.numbers import count
+from flatlab.numbers import counted
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 SECRET = 6  # characters of the shortest key that shown() hides
@@ -55,7 +55,9 @@ def finite_list(name: str, values, wanted: int, of: str, skips: bool = False) ->
         raise UserError(f"{name} returned {values!r:.80}: it must return a list of numbers.")
     values = list(values)
     if len(values) != wanted:
-        raise UserError(f"{name} returned {count(len(values), 'number')} for {count(wanted, of)}.")
+        raise UserError(
+            f"{name} returned {counted(len(values), 'number')} for {counted(wanted, of)}."
+        )
     return [None if skips and value is None else finite(name, value) for value in values]
 
 

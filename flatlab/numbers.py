@@ -50,7 +50,7 @@ def duration(seconds: float) -> str:
     return f"{hours}h{of_hour:02d}m" if hours else f"{minutes}m{rest:02d}s"
 
 
-def count(number: float, noun: str) -> str:
+def counted(number: float, noun: str) -> str:
     """A number with its noun: '1 node', '2 nodes', '0.5 nodes'."""
     ending = "" if number == 1 else "s"
     return f"{number:.9g} {noun}{ending}"

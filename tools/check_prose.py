@@ -1,4 +1,5 @@
-"""Style of the prose, as part of `make lint`: openings of docstrings, lengths, numbers in a line.
+"""Style of the prose, as part of `make lint`: openings of docstrings, lengths, numbers in a line,
+and measured numbers (with ± or x), which tests/BENCHMARKS.md must have, too.
 
 Prints what to change; the exit code is 1 if there is anything.
 """
@@ -19,6 +20,7 @@ MOST_WORDS_OF_DOCS = 10_000
 MOST_LINES_OF_README = 120
 # A version, a date or an arXiv number is one number; digits in a name (Qwen3, H100) are none.
 NUMBER = re.compile(r"(?<![\w.-])\d[\d.,:-]*")
+MEASURED = re.compile(r"[\d.,]+ ± [\d.]*\d|[\d.]+ x\b")
 OPENING = re.compile(r'^ *r?"""(?:What|Whether|Which|Of|How) .*', re.MULTILINE)
 
 
@@ -51,8 +53,18 @@ def faults_of(page: Path):
                 yield f"more than {MOST_CHARACTERS} characters: {line}"
 
 
+def unmeasured():
+    """Yields the numbers with ± or x in README.md and docs/ that are not in BENCHMARKS.md."""
+    number = re.compile(r"\d+(?:[.,]\d+)*")
+    known = {*number.findall((PROJECT / "tests/BENCHMARKS.md").read_text())}
+    for page in DOCS:
+        for text in MEASURED.findall(page.read_text()):
+            if not {*number.findall(text)} <= known:
+                yield f"{page.relative_to(PROJECT)}: {text} is not in tests/BENCHMARKS.md"
+
+
 def main():
-    faults = []
+    faults = [*unmeasured()]
     for page in PROSE:
         faults += [f"{page.relative_to(PROJECT)}: {fault}" for fault in faults_of(page)]
     for path in sorted(PROJECT.rglob("*.py")):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flatlab.errors import ArtefactError, SandboxFault, UserError
-from flatlab.numbers import count
+from flatlab.numbers import counted
 from flatlab.sandbox.backend import IMAGE, Backend, Spec
 from flatlab.sandbox.docker import DOCKER, docker_problem
 from flatlab.sandbox.local import LANDLOCK, NAMESPACES
@@ -260,7 +260,7 @@ def last_state(line: str) -> str:
             column += 1
     note = ""
     if len(states) > 1 and not line.startswith("\r"):
-        note = f"[{count(len(states) - 1, 'line')} overwritten after \\r]\n"
+        note = f"[{counted(len(states) - 1, 'line')} overwritten after \\r]\n"
     return note + "".join(shown)
 
 

@@ -6,7 +6,7 @@ from math import nan
 from pathlib import Path
 from statistics import fmean
 
-from flatlab.numbers import count, duration, plus_minus
+from flatlab.numbers import counted, duration, plus_minus
 from flatlab.task.value import value_of
 from flatlab.view import page, tables
 from flatlab.view.reader import read_run
@@ -31,8 +31,8 @@ def model_line(cfg, model) -> None:
 def banner(cfg, run) -> None:
     """Prints what a training run is about to do."""
     print(
-        f"plan     {count(cfg.steps, 'step')} x {count(cfg.groups, 'group')} x "
-        f"{count(cfg.group_size, 'episode')}, "
+        f"plan     {counted(cfg.steps, 'step')} x {counted(cfg.groups, 'group')} x "
+        f"{counted(cfg.group_size, 'episode')}, "
         f"{cfg.advantage} advantage, {cfg.loss} loss\n"
         f"run      {viewed(run.dir)}",
         flush=True,
@@ -90,7 +90,7 @@ def episode_made(group, played: int, episodes: int, eta: float) -> None:
     for improvement in group.improvements():
         score = "" if improvement is None else f" ({episode.score.value:.4f})"
         outcome = f"value {value_of(improvement):+.4f}{score}"
-    turns = count(len(episode.turns), "turn")
+    turns = counted(len(episode.turns), "turn")
     print(
         f"episode  {played} of {episodes}: {group.task.name} {outcome}, {turns}, "
         f"{episode.status}, ETA {duration(eta)}",
@@ -121,13 +121,13 @@ def viewed(directory: Path) -> str:
 def search_banner(cfg, trees: list, where: Path) -> None:
     """Prints what a search is about to do."""
     print(
-        f"plan     {count(len(trees), 'tree')} of {count(cfg.nodes, 'node')}, "
+        f"plan     {counted(len(trees), 'tree')} of {counted(cfg.nodes, 'node')}, "
         f"modes {', '.join(cfg.sampling_mode)}\n"
-        f"rule     {cfg.select}, {count(cfg.workers, 'node')} at once"
+        f"rule     {cfg.select}, {counted(cfg.workers, 'node')} at once"
     )
     for t in trees:
         if t.finished and not t.closed:
-            print(f"resumed  {t.run.dir} after {count(len(t.finished), 'node')}")
+            print(f"resumed  {t.run.dir} after {counted(len(t.finished), 'node')}")
         if t.test_reads() and not t.closed:
             print(
                 f"note     {t.run.dir} has read the test part before and will read it again if "

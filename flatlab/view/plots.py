@@ -13,7 +13,7 @@ from itertools import accumulate, product
 
 import numpy as np
 
-from flatlab.numbers import count
+from flatlab.numbers import counted
 from flatlab.task.value import WORST
 from flatlab.train.metrics import evaluation_columns
 from flatlab.view.reader import NOUNS, RunData, score_text
@@ -273,7 +273,7 @@ def draw_episodes(axis, groups: list[RunGroup]) -> None:
         ends = own["outcome"].value_counts()
         labels.append(f"{task}: {ends.get('failed', 0)} of {len(own)} failed")
         if "fault" in ends:
-            labels[-1] += f", {count(ends['fault'], 'fault')}"
+            labels[-1] += f", {counted(ends['fault'], 'fault')}"
     axis.set_yticks(-np.arange(len(labels)), labels)
     axis.axvline(0, color=GREY, linestyle=":")
     axis.set(

@@ -11,7 +11,7 @@ import textwrap
 from collections import Counter
 from statistics import fmean
 
-from flatlab.numbers import BEST_OF, count, duration, plus_minus, standard_error, value_text
+from flatlab.numbers import BEST_OF, counted, duration, plus_minus, standard_error, value_text
 from flatlab.task.value import summary, summary_text
 from flatlab.train.metrics import fell_by_half
 from flatlab.view.plots import FEW_SEEDS, STYLES, RunGroup, series, window_of
@@ -50,7 +50,7 @@ def result_of(run: RunData) -> dict:
         return best | result_of_episodes(run, what, items, final["split"])
     last = run.rows[-window_of(run.rows) :]
     means = {key: fmean(series(last, key)) for key in ("value_mean", "valid_share")}
-    return means | {"what": f"last {count(len(last), 'step')}", "part": "training", "values": {}}
+    return means | {"what": f"last {counted(len(last), 'step')}", "part": "training", "values": {}}
 
 
 def result_of_episodes(run: RunData, what: str, items: list[dict], split: str) -> dict:
@@ -94,7 +94,7 @@ def heading(run: RunData) -> str:
     keys = "sampling_mode select model".split()
     facts = [value_text(config[key]) for key in keys if key in config]
     seconds = run.result.get("seconds") or sum(row.get("seconds", 0) for row in run.rows)
-    size = count(len(run.rows), NOUNS[run.kind])
+    size = counted(len(run.rows), NOUNS[run.kind])
     end = f"seed {config.get('seed')}, {size} in {duration(seconds)}"
     return f"{run.name}: {', '.join([run.task, *facts, end])}"
 
@@ -103,7 +103,7 @@ def headline(run: RunData) -> str:
     """The outcome of a run: value, share valid, score, part, uncertainty, and failures."""
     if run.kind == "imitation":
         loss = plus_minus(run.rows[-1]["loss"], None)
-        text = f"imitation of {count(run.result['episodes'], 'episode')}: last loss {loss}."
+        text = f"imitation of {counted(run.result['episodes'], 'episode')}: last loss {loss}."
     else:
         text = f"{value_sentence(run)}. {ends(run)}."
     text = " ".join([text, f"Status: {run.status}.", *notes([run])])
@@ -123,13 +123,13 @@ def value_sentence(run: RunData) -> str:
     if " " not in run.task:  # several tasks have several metrics
         scale += f"; {direction}, baseline {run.baseline:.4f}"
     if error := result.get("rows_error"):
-        scale += f"; ± {error:.4f} over its rows"
+        scale += f"; a single score has the standard error {error:.4f}"
     return f"{result['what']}: {text} ({scale})"
 
 
 def ends(run: RunData) -> str:
     """Numbers of failed nodes or episodes, and of faults."""
-    text = count(faults(run), "fault")
+    text = counted(faults(run), "fault")
     if NOUNS[run.kind] == "step":
         return text
     failed = sum(row["outcome"] == "failed" for row in run.rows)
@@ -365,7 +365,7 @@ def answer(groups: list[RunGroup]) -> str:
     ranked = sorted(groups, key=mean_value, reverse=True)
     best = ranked[0]
     if len(ranked) == 1:
-        seeds = count(len(best.runs), "run")
+        seeds = counted(len(best.runs), "run")
         return f"{seeds} of one setting, value {cell(best.results, 'value_mean', '+')}."
     other = ranked[1]
     pairs = paired(best, other)

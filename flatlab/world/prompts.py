@@ -14,7 +14,7 @@ from jinja2 import meta
 
 from flatlab.errors import UserError
 from flatlab.files import content_key, read_mapping
-from flatlab.numbers import count
+from flatlab.numbers import counted
 from flatlab.task.definition import Task
 from flatlab.task.machine import software_of
 
@@ -61,7 +61,7 @@ class Prompts:
         jinja = jinja2.Environment(
             undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
         )
-        jinja.globals["counted"] = count
+        jinja.globals["counted"] = counted
         texts = read_mapping(path)
         self.digest = content_key(path)
         if different := set(texts) ^ set(FACTS):
