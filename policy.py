@@ -163,7 +163,7 @@ class Engine(ChatTokens):
             room //= 4
         else:
             episode = int(memory.TYPICAL_EPISODE * self.context)
-            needs = memory.gpu_needs(*sizes, weights, 0 if share else rank, self.context)
+            needs = memory.gpu_needs(*sizes, weights, 0 if share else rank, self.context, requests)
         if share and needs:
             room = min(room, int(share * torch.cuda.mem_get_info()[1]))
         least = memory.cache_bytes(*sizes, self.context)
@@ -295,16 +295,19 @@ class Trainer:
         from peft import LoraConfig, get_peft_model
         from peft.tuners.lora import LoraLayer
 
-        from flatlab.model.packing import can_pack, has_varlen, lora_forward
+        from flatlab.model.packing import can_pack, fuse_norms, has_varlen, lora_forward
 
         self.temperature = temperature
         self._reference = None  # tensors of set_reference
+        self.room = 0.0  # bytes for a pass, from fit_micro_tokens; 0: no layer is recomputed for it
         config = LoraConfig(**lora, lora_dropout=0.0, task_type="CAUSAL_LM")
         self.model = get_peft_model(base, config)
         self.model.eval()  # no dropout: trainer and engine compute the same function
         self.adapter_layers = [m for m in self.model.modules() if isinstance(m, LoraLayer)]
         for layer in self.adapter_layers:
             layer.forward = MethodType(lora_forward, layer)
+        if base.device.type == "cuda":  # a CPU keeps the digits that it had
+            fuse_norms(self.model)
         if can_pack(base):
             base.set_attn_implementation("packed")
         # some models refuse it, as Falcon does
@@ -314,24 +317,33 @@ class Trainer:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
     def fit_micro_tokens(self, wanted: int | None = None) -> int:
-        """Tokens of a training pass: as wanted, or what fits, see memory.fit_pass.
+        """Tokens of a training pass: as wanted, or what fits.
 
-        If such a pass, or one over a whole context, would not fit, as few layers as necessary are
-        recomputed from now on.
+        From now on each pass recomputes as few layers as necessary. On a GPU, and if a pass over a
+        whole context has to, what fits is meant with all of them recomputed.
         """
         largest = max(self.context, wanted or 0)
         free = memory.free_bytes(self.device, threads.whole_number("WORLD_SIZE", 1))
         config = self.model.config.get_text_config()
-        sizes = config, self.dtype.itemsize
+        self.sizes = sizes = config, self.dtype.itemsize, self.uses_varlen
         if self.device == "cuda":
-            free -= memory.prefill_bytes(*sizes)  # of the engine, which may work meanwhile
-        count, tokens = memory.fit_pass(largest, wanted, sizes, free)
+            free -= memory.prefill_bytes(*sizes[:2])  # of the engine, which may work meanwhile
+            # gradients and the two moments of AdamW
+            free -= 12 * sum(p.numel() for p in self.parameters())
+        share = memory.SHARE_OF_FREE[self.device]
+        self.room = share * free
+        layers = config.num_hidden_layers
+        count = memory.layers_to_recompute(largest, sizes, free)
+        most = memory.MOST_TOKENS[self.device]
+        tokens = wanted
+        if not wanted:
+            recomputed = layers if count or self.device == "cuda" else 0
+            tokens = memory.fit_micro_tokens(free, most, share, sizes, recomputed)
         if count:
             print(
-                f"memory   {count} of {config.num_hidden_layers} layers are recomputed: with all, "
-                "a third more time"
+                f"memory   a pass over {largest} tokens recomputes {count} of {layers} layers: "
+                "with all, a third more time"
             )
-            self.recompute_layers(count)
         needed = memory.bytes_needed(largest, *sizes, count)
         if needed > free:
             print(
@@ -363,7 +375,9 @@ class Trainer:
         """AdamW on the trainable tensors."""
         import torch
 
-        return torch.optim.AdamW(self.parameters(), lr, betas=betas, weight_decay=weight_decay)
+        options = {"betas": betas, "weight_decay": weight_decay}
+        is_fused = self.model.device.type == "cuda"  # one kernel for all tensors
+        return torch.optim.AdamW(self.parameters(), lr, fused=is_fused, **options)
 
     def logprobs(
         self,
@@ -387,8 +401,13 @@ class Trainer:
 
     def hidden_states(self, batch: list[tuple[list[int], list[int]]]):
         """Last hidden states (N, D) before each token whose mask is 1, and these tokens (N,)."""
-        from flatlab.model.packing import hidden_states
+        import torch
 
+        from flatlab.model.packing import hidden_states, row_tokens
+
+        if self.room and torch.is_grad_enabled():
+            tokens = row_tokens(batch, self.packs)
+            self.recompute_layers(memory.layers_to_recompute(tokens, self.sizes, self.room))
         inner = self.model.get_base_model().base_model
         device = self.model.device.type
         return hidden_states(inner, batch, device, self.packs, self.uses_varlen)
@@ -479,7 +498,7 @@ class Policy(Engine, Trainer):
     running event loop.
 
     Arguments: see Engine; lora_rank: see lora_settings. trains: False for search and evaluation:
-    the trainer's copy of the model stays out of the GPU.
+    the trainer holds the adapter alone, and logprobs() cannot be called.
     """
 
     # On a GPU the trainer uses the engine's copy of the base weights, if it then computes the same
@@ -501,7 +520,7 @@ class Policy(Engine, Trainer):
         Engine.__init__(self, path, options, lora["r"], seed, max_batch, trains)
         import torch
 
-        from flatlab.model.lora_sync import own_base
+        from flatlab.model.lora_sync import empty_base, own_base
 
         # Limit of the mean log-prob difference between engine and trainer, in nats. Rounding alone
         # makes about 1e-6 (fp32) or 0.01 (bf16), a broken sync far more. verify() measures what
@@ -516,8 +535,9 @@ class Policy(Engine, Trainer):
                 and self._build_on_shared_base(lora)
             )
             if not self.shares_base:
-                base = own_base(self.engine, self.config, self.dtype)
-                self._build_trainer(base.to(self.device if trains else "cpu"), lora)
+                make = own_base if trains else empty_base
+                base = make(self.engine, self.config, self.dtype)
+                self._build_trainer(base.to(self.device) if trains else base, lora)
         self.reset(seed)
         with loading("vLLM", path.base):  # some models are refused by the first step only
             asyncio.run(self.sample(self._probes()[0], 1, seed=0))
@@ -526,6 +546,8 @@ class Policy(Engine, Trainer):
         """Builds the trainer on the engine's base weights. Returns whether they agree with the
         initial adapter, which changes nothing.
         """
+        import torch
+
         from flatlab.model.lora_sync import shared_base
 
         try:
@@ -536,6 +558,8 @@ class Policy(Engine, Trainer):
             if agreement.mean <= self.rounding(agreement):
                 return True
             reason = agreement
+        except torch.OutOfMemoryError:
+            raise  # a second copy would not fit, either
         except (AttributeError, KeyError, RuntimeError, ValueError) as error:
             reason = error
         print(
@@ -552,6 +576,10 @@ class Policy(Engine, Trainer):
         if not lora["target_modules"]:
             lora["target_modules"] = layers_to_adapt(self.engine, base)
         Trainer.__init__(self, base, lora, self.temperature)
+        if base.device.type == "meta":  # only the adapter gets numbers
+            for layer in self.adapter_layers:
+                layer.lora_A.to_empty(device=self.device)
+                layer.lora_B.to_empty(device=self.device)
         self.adapter_copy = AdapterCopy(self.engine, self.model)
 
     def reset(self, seed: int) -> None:
@@ -659,8 +687,9 @@ class Policy(Engine, Trainer):
         Returns the Agreement with each. version: as in sync().
 
         Raises UserError if they disagree: training on such samples would be wrong from the first
-        step. In bf16 diff_limit becomes 2.5 times the difference without an adapter, which is
-        rounding alone: at least 0.02, and at most a quarter of what the random adapter moves.
+        step. In bf16 the limit is 2.5 times the difference without an adapter, which is rounding
+        alone: at least 0.02, and at most a quarter of what the random adapter moves. That of
+        training, diff_limit, is at least 0.05: long contexts round more than the short probes.
         """
         import torch
 
@@ -669,31 +698,27 @@ class Policy(Engine, Trainer):
         zeros = [torch.zeros_like(p) for p in trained]
         adapters = {"no adapter": zeros, "random adapter": random, "trained adapter": trained}
         found = {}
+        limit = self.diff_limit
         with loading("Engine or trainer", self.path.base):
             for name, tensors in adapters.items():
                 with self._using(tensors):
                     self.sync(version)
                     found[name] = await self.agreement()
                 if name != "no adapter":
-                    self.check(found[name], f"probe with the {name}", self.diff_limit)
+                    self.check(found[name], f"probe with the {name}", limit)
                     continue
                 self.check(found[name], f"probe with {name}", self.rounding(found[name]))
                 if not self.is_fp32:
-                    limit = max(0.02, 2.5 * found[name].mean)
-                    self.diff_limit = min(limit, moved / 4)
+                    rounding = 2.5 * found[name].mean
+                    limit = min(max(0.02, rounding), moved / 4)
+                    self.diff_limit = min(max(0.05, rounding), moved / 4)
         return found
 
 
 def gpu_engine_options(max_batch: int) -> dict:
-    """Fields of vLLM's EngineArgs for a GPU.
-
-    CUDA graphs are captured for batches of 1, 2, 4, multiples of 8, and max_batch. vLLM would go on
-    to twice as many.
-    """
+    """Fields of vLLM's EngineArgs for a GPU."""
     return {
-        "compilation_config": {
-            "cudagraph_capture_sizes": [1, 2, 4, *range(8, max_batch, 8), max_batch]
-        },
+        "compilation_config": {"cudagraph_capture_sizes": memory.graph_sizes(max_batch)},
         # vLLM refuses to start if this share is not free; the KV cache has its size in bytes
         "gpu_memory_utilization": 0.01,
         "max_num_batched_tokens": memory.PREFILL_TOKENS,

@@ -139,6 +139,40 @@ def test_engine_and_trainer_agree_before_and_after_training_or_one_sentence_says
         assert answer["copies"] == []
 
 
+PLAIN_NORM = set(FAMILIES) - {"Gemma 2", "Gemma 3", "Gemma 4", "Phi 2", "Command R", "GPT-2"}
+PLAIN_NORM -= {"GPT-NeoX", "StarCoder 2", "Qwen 3 Next"}  # LayerNorm, or 1 + w
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_fused_norm_is_that_of_the_family(name):
+    """Log-probs and gradients, with weights that are not one."""
+    import torch
+    import transformers
+
+    from flatlab.model.packing import fuse_norms
+
+    config_class, fields = FAMILIES[name]
+    sizes = SIZES | {"vocab_size": 64, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    config = getattr(transformers, config_class)(**sizes | fields)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            if "norm" in key:
+                p.copy_(torch.rand_like(p) + 0.5)
+    found = []
+    for _ in range(2):
+        inputs = model.get_input_embeddings()(torch.arange(32)[None]).detach().requires_grad_()
+        logp = model(inputs_embeds=inputs, use_cache=False).logits.log_softmax(-1)
+        (logp * torch.linspace(-1, 1, 64)).sum().backward()
+        found.append((logp.detach(), inputs.grad))
+        fuse_norms(model)
+    (logp, grad), (fused_logp, fused_grad) = found
+    assert (fused_logp - logp).abs().max() < 1e-4
+    assert (fused_grad - grad).norm() < 1e-4 * grad.norm()
+    assert any("forward" in vars(m) for m in model.modules()) == (name in PLAIN_NORM)
+
+
 # ---------------------------------------------------------------------------- the program
 
 

@@ -189,6 +189,7 @@ Policy.dtype = "bfloat16"
 policy = Policy(resolve_model("tiny"))
 rounding = asyncio.run(policy.verify())["no adapter"].mean
 assert 1e-3 < rounding < policy.diff_limit / 2
+assert policy.diff_limit >= 0.05
 for what in list(BROKEN)[1:]:  # the last layer moves less than rounding
     test_verify_refuses_a_broken_sync(policy, what)
     policy.sync()  # each begins with an engine that is right
@@ -200,6 +201,33 @@ asyncio.run(policy.verify())
 def test_verify_refuses_a_broken_sync_in_bf16(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(PROJECT / "tests"))
     done = python("-c", BF16)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_full_card_is_not_taken_for_weights_that_cannot_be_shared(policy, monkeypatch, capsys):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("flatlab.model.lora_sync.shared_base", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        policy._build_on_shared_base({})
+    assert "cannot be shared" not in capsys.readouterr().err
+
+
+ADAPTER_ONLY = """
+from flatlab.model.path import resolve_model
+from policy import Policy
+
+policy = Policy(resolve_model("tiny"), trains=False)
+kinds = {"lora_" in name: p.device.type for name, p in policy.model.named_parameters()}
+assert kinds == {True: "cpu", False: "meta"}, kinds
+policy.sync()
+"""
+
+
+@pytest.mark.slow
+def test_search_and_evaluation_hold_no_second_model():
+    done = python("-c", ADAPTER_ONLY)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -233,6 +233,12 @@ def own_base(engine, config, dtype):
         return AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype)
 
 
+def empty_base(engine, config, dtype):
+    """The same model without weights, on the device "meta"."""
+    with trainer_config(engine), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
 def shared_base(engine, config, dtype, device):
     """The same model with parameters that are views of the engine's: one copy in memory.
 
@@ -240,8 +246,7 @@ def shared_base(engine, config, dtype, device):
     KeyError or ValueError if the two do not fit together. Never merge into, move or cast the
     result.
     """
-    with trainer_config(engine), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = empty_base(engine, config, dtype)
     parameters = [(*name.rpartition("."), p) for name, p in model.named_parameters()]
     layers = served_layers(engine, [owner for owner, *_ in parameters])
     for owner, _, leaf, p in parameters:  # tied weights come once

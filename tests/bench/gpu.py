@@ -219,7 +219,18 @@ def varlen(trainer, on: bool) -> None:
     trainer.uses_varlen = on and has_varlen(trainer.model)
 
 
-MENDS = {"varlen": varlen}  # in the product
+def norms(trainer, on: bool) -> None:
+    """RMSNorm in one kernel."""
+    from flatlab.model.packing import fuse_norms, fused_norm
+
+    for module in trainer.model.modules():
+        if getattr(vars(module).get("forward"), "__func__", None) is fused_norm:
+            del module.forward
+    if on:
+        fuse_norms(trainer.model)
+
+
+MENDS = {"varlen": varlen, "norms": norms}  # in the product
 IDEAS = {"order": order, "peft": use_peft, "compiled": compile_layers}  # not yet measured
 ORIGINAL = {}  # what a switch replaces
 
@@ -261,7 +272,7 @@ def update():
                 yield what, "out of memory", ""
                 continue
             first = first or found
-            estimate = memory.bytes_needed(tokens, config, trainer.model.dtype.itemsize, count)
+            estimate = memory.bytes_needed(tokens, config, 2, trainer.uses_varlen, count)
             note = f"{tokens} tokens; peak {check.gib(peak)}, of a pass {check.gib(estimate)}"
             yield what, f"{seconds:.3f} s", f"{note}; {check.apart_text(found, first)}"
 
