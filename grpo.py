@@ -308,7 +308,7 @@ class Config:
     # rank of the LoRA matrices, that of --model's adapter if there is one. Alpha is twice the rank
     lora_rank: int | None = None
 
-    # tokens per training pass; default: what fits into the memory, at most 8192
+    # tokens per training pass; default: what fits, at most 8192 (CPU) or 32768
     micro_tokens: int | None = None
 
     # episodes per evaluation, on seeds never trained on; 0: none, and best/ is the last adapter

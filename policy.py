@@ -163,7 +163,7 @@ class Engine(ChatTokens):
             room //= 4
         else:
             episode = int(memory.TYPICAL_EPISODE * self.context)
-            needs = memory.gpu_needs(*sizes, weights, 0 if share else rank, self.context)
+            needs = memory.gpu_needs(*sizes, weights, 0 if share else rank, self.context, requests)
         if share and needs:
             room = min(room, int(share * torch.cuda.mem_get_info()[1]))
         least = memory.cache_bytes(*sizes, self.context)
@@ -299,6 +299,7 @@ class Trainer:
 
         self.temperature = temperature
         self._reference = None  # tensors of set_reference
+        self.room = 0.0  # bytes for a pass, from fit_micro_tokens; 0: no layer is recomputed for it
         config = LoraConfig(**lora, lora_dropout=0.0, task_type="CAUSAL_LM")
         self.model = get_peft_model(base, config)
         self.model.eval()  # no dropout: trainer and engine compute the same function
@@ -316,24 +317,33 @@ class Trainer:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
     def fit_micro_tokens(self, wanted: int | None = None) -> int:
-        """Tokens of a training pass: as wanted, or what fits, see memory.fit_pass.
+        """Tokens of a training pass: as wanted, or what fits.
 
-        If such a pass, or one over a whole context, would not fit, as few layers as necessary are
-        recomputed from now on.
+        From now on each pass recomputes as few layers as necessary. On a GPU, and if a pass over a
+        whole context has to, what fits is meant with all of them recomputed.
         """
         largest = max(self.context, wanted or 0)
         free = memory.free_bytes(self.device, threads.whole_number("WORLD_SIZE", 1))
         config = self.model.config.get_text_config()
-        sizes = config, self.dtype.itemsize
+        self.sizes = sizes = config, self.dtype.itemsize, self.uses_varlen
         if self.device == "cuda":
-            free -= memory.prefill_bytes(*sizes)  # of the engine, which may work meanwhile
-        count, tokens = memory.fit_pass(largest, wanted, sizes, free)
+            free -= memory.prefill_bytes(*sizes[:2])  # of the engine, which may work meanwhile
+            # gradients and the two moments of AdamW
+            free -= 12 * sum(p.numel() for p in self.parameters())
+        share = memory.SHARE_OF_FREE[self.device]
+        self.room = share * free
+        layers = config.num_hidden_layers
+        count = memory.layers_to_recompute(largest, sizes, free)
+        most = memory.MOST_TOKENS[self.device]
+        tokens = wanted
+        if not wanted:
+            recomputed = layers if count or self.device == "cuda" else 0
+            tokens = memory.fit_micro_tokens(free, most, share, sizes, recomputed)
         if count:
             print(
-                f"memory   {count} of {config.num_hidden_layers} layers are recomputed: with all, "
-                "a third more time"
+                f"memory   a pass over {largest} tokens recomputes {count} of {layers} layers: "
+                "with all, a third more time"
             )
-            self.recompute_layers(count)
         needed = memory.bytes_needed(largest, *sizes, count)
         if needed > free:
             print(
@@ -391,8 +401,13 @@ class Trainer:
 
     def hidden_states(self, batch: list[tuple[list[int], list[int]]]):
         """Last hidden states (N, D) before each token whose mask is 1, and these tokens (N,)."""
-        from flatlab.model.packing import hidden_states
+        import torch
 
+        from flatlab.model.packing import hidden_states, row_tokens
+
+        if self.room and torch.is_grad_enabled():
+            tokens = row_tokens(batch, self.packs)
+            self.recompute_layers(memory.layers_to_recompute(tokens, self.sizes, self.room))
         inner = self.model.get_base_model().base_model
         device = self.model.device.type
         return hidden_states(inner, batch, device, self.packs, self.uses_varlen)
@@ -701,15 +716,9 @@ class Policy(Engine, Trainer):
 
 
 def gpu_engine_options(max_batch: int) -> dict:
-    """Fields of vLLM's EngineArgs for a GPU.
-
-    CUDA graphs are captured for batches of 1, 2, 4, multiples of 8, and max_batch. vLLM would go on
-    to twice as many.
-    """
+    """Fields of vLLM's EngineArgs for a GPU."""
     return {
-        "compilation_config": {
-            "cudagraph_capture_sizes": [1, 2, 4, *range(8, max_batch, 8), max_batch]
-        },
+        "compilation_config": {"cudagraph_capture_sizes": memory.graph_sizes(max_batch)},
         # vLLM refuses to start if this share is not free; the KV cache has its size in bytes
         "gpu_memory_utilization": 0.01,
         "max_num_batched_tokens": memory.PREFILL_TOKENS,

@@ -76,7 +76,7 @@ def sums(room: int) -> list:
             weights = Qwen3ForCausalLM(config).num_parameters()
         context, requests = case["context"], case["concurrency"]
         tokens = max(context, case["micro_tokens"])
-        needs = memory.gpu_needs(config, 2, weights, case["lora_rank"], tokens)
+        needs = memory.gpu_needs(config, 2, weights, case["lora_rank"], tokens, requests)
         least = memory.cache_bytes(config, 2, context)
         wanted = memory.cache_bytes(config, 2, int(memory.TYPICAL_EPISODE * context), requests)
         try:

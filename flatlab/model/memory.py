@@ -15,15 +15,21 @@ import psutil
 
 from flatlab.errors import UserError
 
-MOST_TOKENS = 8192  # of a training pass; a larger one is hardly faster
+# Tokens of a training pass. On a CPU a larger one is hardly faster; on a GPU a group that is split
+# computes its common prompt once more.
+MOST_TOKENS = {"cpu": 8192, "cuda": 32768}
 LEAST_TOKENS = 256
-SHARE_OF_FREE = 0.5  # the rest is for the optimizer, the episodes and other programs
+# Share of the free memory for a training pass. On a CPU the rest is for the optimizer, the episodes
+# and other programs; on a GPU for what this module does not count.
+SHARE_OF_FREE = {"cpu": 0.5, "cuda": 0.9}
 PREFILL_TOKENS = 8192  # of an engine's step on a GPU; with vLLM's 2048 a prefill takes many steps
 # Share of the context that a typical episode in flight holds in the KV cache: few episodes use the
 # whole context, and most are in the middle. An assumption; with more, some requests wait.
 TYPICAL_EPISODE = 1 / 4
-# CUDA graphs, bytes for each layer x hidden size: 0.13 GiB with Qwen3-0.6B, 28 layers of size 1024
-GRAPHS = 0.13 * 2**30 / (28 * 1024)
+# Bytes of a CUDA graph for each layer x hidden size: 0.13 GiB for about 11 graphs of Qwen3-0.6B, 28
+# layers of size 1024
+GRAPH = 0.13 * 2**30 / (28 * 1024 * 11)
+PROMPT_GRAPHS = (128, 256, 512)  # tokens of steps that decode and read a prompt, too
 CUDA_OWN = 3 << 29  # 1.5 GiB: CUDA's context, kernels, workspaces and fragmentation; an estimate
 BLOCK = 64  # tokens of a block of the KV cache, at most
 MOST_LOGITS = 2**26  # at a time, in Policy.logprobs: 256 MiB
@@ -36,16 +42,34 @@ HIDDEN_BUFFERS = 18
 MLP_BUFFERS = 7
 
 
-def bytes_needed(tokens: int, config, element_size: int, recomputed: int) -> int:
+def layer_numbers(config, is_lean: bool) -> int:
+    """Numbers per token that a layer keeps for its backward pass.
+
+    is_lean: with varlen_attn and fused norms, as on a GPU. These
+    are the residual stream before and after each norm; q before its norm and turned, and the
+    attention's output; k likewise, and v; gate, up, its activation and their product.
+    """
+    hidden, inner = config.hidden_size, inner_size(config)
+    if not is_lean:
+        return HIDDEN_BUFFERS * hidden + MLP_BUFFERS * inner
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return 4 * hidden + 3 * head_dim * (heads + kv_heads) + 4 * inner
+
+
+def bytes_needed(tokens: int, config, element_size: int, is_lean: bool, recomputed: int) -> int:
     """Estimated peak memory of one forward and backward pass over `tokens` tokens.
 
-    recomputed: number of layers of which only the input is kept (gradient checkpointing); one of
-    them has its activations at a time. LoRA's own activations are in fp32 and small.
+    is_lean: see layer_numbers. recomputed: number of layers of which only the input is kept
+    (gradient checkpointing). They are the first ones: when one of them has its activations, those
+    of the others are free again. LoRA's own activations are small.
     """
-    hidden = config.hidden_size
-    layer = HIDDEN_BUFFERS * hidden + MLP_BUFFERS * inner_size(config)
-    whole = config.num_hidden_layers - recomputed + min(recomputed, 1)
-    kept = whole * layer + recomputed * hidden
+    layer = layer_numbers(config, is_lean)
+    whole = max(config.num_hidden_layers - recomputed, min(recomputed, 1))
+    kept = whole * layer + recomputed * config.hidden_size
+    if is_lean:
+        kept += 3 * inner_size(config)  # gradients of an MLP
     logits = min(tokens * config.vocab_size, MOST_LOGITS)
     return tokens * kept * element_size + LOGITS_BUFFERS * logits * 4
 
@@ -63,11 +87,21 @@ def prefill_bytes(config, element_size: int) -> int:
     return PREFILL_TOKENS * token * element_size + 4 * MOST_LOGITS
 
 
-def gpu_needs(config, element_size: int, weights: int, rank: int, tokens: int) -> dict[str, int]:
+def graph_sizes(max_batch: int) -> list[int]:
+    """Tokens of the steps that have a CUDA graph: 1, 2, 4, multiples of 8, max_batch (vLLM would
+    go on to twice as many) and PROMPT_GRAPHS.
+    """
+    return sorted({1, 2, 4, *range(8, max_batch, 8), max_batch, *PROMPT_GRAPHS})
+
+
+def gpu_needs(
+    config, element_size: int, weights: int, rank: int, tokens: int, requests: int
+) -> dict[str, int]:
     """Estimated bytes that a run takes on a GPU beside the KV cache.
 
     weights: number of parameters; trainer and engine share them. rank: of the adapter that is
-    trained; 0: none. tokens: of a training pass that recomputes all layers.
+    trained; 0: none. tokens: of a training pass that recomputes all layers. requests: in a step
+    of the engine.
     LoRA on all linear layers of a model has rank x (11 hidden + 3 intermediate) numbers a layer
     (4 hidden for the outputs of q and o and of k and v), of 16 bytes: weight, gradient and the two
     moments of AdamW in fp32.
@@ -75,13 +109,13 @@ def gpu_needs(config, element_size: int, weights: int, rank: int, tokens: int) -
     layers, hidden = config.num_hidden_layers, config.hidden_size
     needs = {
         "base weights": element_size * weights,
-        "CUDA graphs": int(GRAPHS * layers * hidden),
+        "CUDA graphs": int(GRAPH * len(graph_sizes(requests)) * layers * hidden),
         "prefill": prefill_bytes(config, element_size),
         "CUDA's own": CUDA_OWN,
     }
     if rank:
         needs["LoRA with AdamW"] = 16 * rank * layers * (11 * hidden + 3 * inner_size(config))
-        needs["training pass"] = bytes_needed(tokens, config, element_size, layers)
+        needs["training pass"] = bytes_needed(tokens, config, element_size, True, layers)
     return needs
 
 
@@ -144,17 +178,18 @@ def left_in_cgroup(group: Path) -> int:
     return limit - used + int(cache[1])
 
 
-def fit_micro_tokens(free: int, config, element_size: int, recomputed: int) -> int:
-    """The number of tokens of a training pass that fits into the free memory, MOST_TOKENS at most.
+def fit_micro_tokens(free: int, most: int, share: float, sizes: tuple, recomputed: int) -> int:
+    """The number of tokens of a training pass, at most `most`, that fits into this share of the
+    free memory. sizes: the arguments of bytes_needed() between tokens and recomputed.
 
     Raises UserError if not even LEAST_TOKENS fit.
     """
 
     def needed(tokens):
-        return bytes_needed(tokens, config, element_size, recomputed)
+        return bytes_needed(tokens, *sizes, recomputed)
 
-    tokens = MOST_TOKENS
-    while tokens > LEAST_TOKENS and needed(tokens) > SHARE_OF_FREE * free:
+    tokens = most
+    while tokens > LEAST_TOKENS and needed(tokens) > share * free:
         tokens //= 2
     if needed(tokens) > free:
         raise UserError(
@@ -165,27 +200,12 @@ def fit_micro_tokens(free: int, config, element_size: int, recomputed: int) -> i
     return tokens
 
 
-def fit_pass(largest: int, wanted: int | None, sizes: tuple, free: int) -> tuple[int, int]:
-    """Number of layers to recompute, and tokens of a training pass: as wanted, or what fits.
-
-    A pass over `largest` tokens has to fit, too. sizes: config of the model and bytes of a number.
-    """
-    count = layers_to_recompute(largest, *sizes, free)
-    if wanted:
-        return count, wanted
-    layers = sizes[0].num_hidden_layers
-    tokens = fit_micro_tokens(free, *sizes, layers if count else 0)
-    if count:
-        count = max(count, layers_to_recompute(tokens, *sizes, SHARE_OF_FREE * free))
-    return count, tokens
-
-
-def layers_to_recompute(tokens: int, config, element_size: int, free: float) -> int:
+def layers_to_recompute(tokens: int, sizes: tuple, free: float) -> int:
     """The fewest layers whose recomputation makes a pass over `tokens` tokens fit; all if none
     does.
     """
-    layers = config.num_hidden_layers
+    layers = sizes[0].num_hidden_layers
     for count in range(layers):
-        if bytes_needed(tokens, config, element_size, count) <= free:
+        if bytes_needed(tokens, *sizes, count) <= free:
             return count
     return layers

@@ -335,6 +335,16 @@ def slope_of(weights, logits, head: Head):
     return weights.to(head.weight.dtype) @ head.weight / head.divisor
 
 
+def row_tokens(batch, packed: bool = True) -> int:
+    """Tokens of a forward pass: the common prompt once and the rest of each sequence; if not
+    packed, a padded row for each sequence.
+    """
+    lengths = [len(tokens) for tokens, _ in batch]
+    if not packed:
+        return len(batch) * max(lengths)
+    return sum(lengths) - common_prompt(batch) * (len(batch) - 1)
+
+
 def common_prompt(batch: list[tuple[list[int], list[int]]]) -> int:
     """Returns how many leading tokens all sequences share before the first trained one.
 

@@ -153,16 +153,10 @@ def micro_batches(sequences: list[TrainSequence], limit: int, packed: bool = Tru
 
 
 def cost(part: list[TrainSequence], packed: bool = True) -> int:
-    """Tokens of a forward pass: the common prompt once and the rest of each sequence; if not
-    packed, a padded row for each sequence.
-    """
-    from flatlab.model.packing import common_prompt
+    """Tokens of a forward pass over these sequences."""
+    from flatlab.model.packing import row_tokens
 
-    lengths = [len(s.tokens) for s in part]
-    if not packed:
-        return len(part) * max(lengths)
-    shared = common_prompt([(s.tokens, s.mask) for s in part])
-    return sum(lengths) - shared * (len(part) - 1)
+    return row_tokens([(s.tokens, s.mask) for s in part], packed)
 
 
 def column(part: list[TrainSequence], name: str, device):

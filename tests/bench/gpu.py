@@ -272,7 +272,7 @@ def update():
                 yield what, "out of memory", ""
                 continue
             first = first or found
-            estimate = memory.bytes_needed(tokens, config, trainer.model.dtype.itemsize, count)
+            estimate = memory.bytes_needed(tokens, config, 2, trainer.uses_varlen, count)
             note = f"{tokens} tokens; peak {check.gib(peak)}, of a pass {check.gib(estimate)}"
             yield what, f"{seconds:.3f} s", f"{note}; {check.apart_text(found, first)}"
 
