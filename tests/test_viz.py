@@ -853,6 +853,7 @@ def test_click_search_filter_sort_and_compare_nodes(tmp_path):
     seen.found = list("find", "NEEDLE", "input");
     list("find", "", "input");
     seen.failed = list("status", "failed", "change");
+    seen.validated = list("status", "validated", "change");
     list("status", "", "change");
     seen.sorted = list("sort", "score", "change");
     return seen;
@@ -869,6 +870,7 @@ def test_click_search_filter_sort_and_compare_nodes(tmp_path):
         assert text in seen["detail"]
     assert re.findall("output of (.*)", seen["pair"]) == ["0.1", "0.0"]  # two at most
     assert (seen["found"], seen["failed"]) == (["0.0.0"], ["0.1"])
+    assert sorted(seen["validated"]) == ["0.0", "0.0.0", "0.0.1"]
     assert seen["sorted"] == ["0.0.0", "0.0", "0.0.1", "0.1"]
 
 
