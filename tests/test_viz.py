@@ -11,6 +11,7 @@ import time
 from html import unescape
 from pathlib import Path
 from statistics import stdev
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -61,7 +62,8 @@ def stored(folder, result=TRAINING, rows=ROWS, episodes=(), file="metrics.jsonl"
 
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_plot_of_rows_with_holes(tmp_path):
-    runs = [stored(tmp_path / str(seed), rows=[{"step": 0}], seed=seed) for seed in range(2)]
+    rows = [{"step": 0}, {"step": 1, "eval_value_mean": 0.5}]
+    runs = [stored(tmp_path / str(seed), rows=rows, seed=seed) for seed in range(2)]
     for shown in (runs[:1], runs):
         [path] = page.draw(shown, tmp_path)
         assert path.exists()
@@ -80,7 +82,8 @@ STEP = {"config.yaml": "a: 1", "metrics.jsonl": '{"step": 0}\n'}
 
 
 def kind(name):
-    return {"result.json": json.dumps(TRAINING | {"kind": name})}
+    own = dict.fromkeys(reader.NEEDED_OF.get(name, ()))
+    return {"result.json": json.dumps(TRAINING | own | {"kind": name})}
 
 
 BROKEN = (
@@ -131,6 +134,7 @@ def test_runs_of_other_scripts_are_one_sentence_beside_those_that_are_shown(tmp_
     for name, fields, files in (
         ("other", {"kind": "temperatures"}, {}),
         ("rows", {"kind": "evaluation", "split": "test"}, {"0": [{"task": "titanic"}]}),
+        ("tree", {"kind": "search"}, {"0": [{"task": "titanic"}]}),
     ):
         run = store.open_run(tmp_path / name, CONFIG, MADE_BY)
         run.update_result(**TRAINING | fields)
@@ -138,9 +142,21 @@ def test_runs_of_other_scripts_are_one_sentence_beside_those_that_are_shown(tmp_
             run.save_episodes(int(file), rows)
     runs, errors = reader.find_runs([tmp_path])
     assert [run.name for run in runs] == ["good"]
-    kind, rows = errors
+    kind, rows, search = errors
+    assert "its result.json has no best_id" in search
     assert kind.endswith("other is of a kind that viz.py does not know: temperatures.")
     assert rows.endswith("rows cannot be shown: one of its rows has no 'score'.")
+
+
+def test_the_eta_counts_the_evaluations_that_are_left(tmp_path, capsys, monkeypatch):
+    """An evaluation of 100 s every 4 steps, after the last step, and three at the end."""
+    monkeypatch.setattr(page, "plot_now_and_then", lambda directory: None)
+    cfg = SimpleNamespace(steps=6, eval_every=4, eval_episodes=8)
+    row = step_row(0, zero_variance_share=0, seconds_sample=1.0, alarms=[])
+    for step, left in ((2, "8m28s"), (4, "6m44s"), (6, "5m00s")):
+        job = SimpleNamespace(step=step, evaluation_seconds=100, run=SimpleNamespace(dir=tmp_path))
+        console.step_made(job, [row], cfg)
+        assert f"ETA {left}" in capsys.readouterr().out
 
 
 def test_a_comparison_has_a_place_of_its_own(tmp_path, monkeypatch, capsys):
@@ -175,6 +191,9 @@ def test_the_answer_of_a_comparison_is_a_sentence(tmp_path):
         "interval -0.2419 to +0.2752, 3 paired seeds."
     )
     assert "good (seeds 0, 1, 2) is better than bad" in tables.answer([bad, good])
+    bad.results, bad.runs = bad.results[:1], bad.runs[:1]
+    said = "good (seeds 0, 1, 2) and bad-0: +0.6000 and +0.1000; 1 paired seed: too few for an "
+    assert tables.answer([bad, good]) == said + "interval."
 
 
 def test_nothing_to_show_is_exit_code_2(tmp_path):
@@ -411,7 +430,10 @@ def test_two_training_runs_are_compared_in_pairs_with_their_uncertainty(tmp_path
     values = (-1.0, -0.5, 0.5, -1)
     assert worse["value"] == f"-0.5000 ± {stdev(values) / 2:.4f}"
     assert worse["score"] == f"0.5333 ± {stdev((0.4, 0.5, 0.7)) / 3**0.5:.4f}"
-    assert worse["difference"] == f"-0.3750 ± {stdev((0.5, 0.5, 0.5, 0)) / 2:.4f} (4 paired)"
+    assert (
+        worse["difference"]
+        == f"-0.3750 ± {stdev((0.5, 0.5, 0.5, 0)) / 2:.4f} (4 paired, 95 %: -0.7728 to +0.0228)"
+    )
     assert better["of"] == "best adapter, validation"
     assert (better["valid"], better["faults"]) == ("75%", 2)
 
@@ -426,11 +448,24 @@ def test_runs_that_differ_by_their_seed_are_one_row_whose_error_is_over_the_runs
     others = [trained(tmp_path / f"z-{seed}", (0.4,), seed, lr=2.0) for seed in range(3)]
     first, second = rows(zero, one, two, *others)
     assert first["value"] == f"+0.0000 ± {0.5 / 3**0.5:.4f}"
-    assert second["difference"] == f"-1.0000 ± {0.5 / 3**0.5:.4f} (3 paired)"
+    assert (
+        second["difference"] == f"-1.0000 ± {0.5 / 3**0.5:.4f} (3 paired, 95 %: -2.2421 to +0.2421)"
+    )
     again = trained(tmp_path / "y-1", (0.9,), 1)  # every seed counts once
     both = [("y-1", 1), ("x (seeds 1, 2)", 2)]
     assert [(row["run"], row["N"]) for row in rows(one, two, again)] == both
     assert rows(one, two, others[1])[-1]["difference"] == "-1.2500"  # no common seed
+
+
+def test_runs_are_grouped_by_their_whole_config_and_their_folder_not_by_their_names(tmp_path):
+    """Number and seed; a grid beside a single run of the same settings."""
+    names = {"a-0": 0, "grid/x-0": 0, "grid/x-1": 1}
+    (tmp_path / "grid").mkdir()
+    runs = [trained(tmp_path / name, seed=seed) for name, seed in names.items()]
+    assert {row["run"] for row in rows(*runs)} == {"a-0", "x (seeds 0, 1)"}
+    assert [row["run"] for row in rows(runs[0], runs[2])] == ["a + x (seeds 0, 1)"]
+    other = trained(tmp_path / "a-1", seed=1, workers=9)
+    assert {row["run"] for row in rows(runs[0], other)} == {"a-0", "a-1"}
 
 
 def test_a_table_fits_into_the_terminal_and_names_the_columns_that_it_lost(monkeypatch):
@@ -706,19 +741,21 @@ def test_what_the_numbers_do_not_say_is_a_sentence(tmp_path):
 def test_a_search_that_learns_shows_its_rounds_and_their_alarms(tmp_path):
     folder = searched(tmp_path / "a").dir
     rows = [{"step": 6, "gain_mean": 0.2}, {"step": 7, "valid_share": 0.75, "gain_mean": None}]
-    rows[0] |= {"kl": 0.1, "entropy": 1.0, "live_lineages": 2}
+    rows[0] |= {"kl": 0.1, "entropy": 1.0, "live_lineages": 2, "nodes": 3, "best_score": 1.5}
+    rows[0]["improved_share"] = 0.125
     rows[1]["alarms"] = ["It decays."]
     (folder / "metrics.jsonl").write_text("".join(map(store.json_line, rows)))
     run = reader.read_run(folder)
     titles, _, line = map(str.split, tables.rounds(run).splitlines())
     assert titles == tables.ROUNDS[: tables.ON_TERMINAL]
-    assert line == ["7", "-", "-", "0.75", "-", "-", "-", "-"]
+    assert line == ["7", "-", "-", "0.7500", "-", "-", "-", "-"]
     titles = [axis.get_title() for axis in plots.draw_panels([group_of(run)]).axes]
     changes = ["kl from the untrained model", "entropy of the replies"]
     assert titles[1:] == ["valid", "gain over the parent", *changes, "live lineages"]
-    texts = viz.summary(run), written(tmp_path, run).read_text()
-    for text, columns in zip(texts, (tables.ON_TERMINAL, None)):
-        assert tables.rounds(run, columns) in text
+    html = written(tmp_path, run).read_text()
+    assert tables.rounds(run) in viz.summary(run)
+    assert '<td class="number">0.1250</td>' in html
+    for text in (viz.summary(run), html):
         assert "the last alarms: It decays." in text
 
 
@@ -736,7 +773,7 @@ HOSTILE = (
 )
 
 
-def browse(path, script, fragment=""):
+def browse(path, script, fragment="", width=1200):
     """Opens a page in Chromium, with a script of the test at its end: (what this returns, messages
     of the console).
     """
@@ -746,6 +783,7 @@ def browse(path, script, fragment=""):
     run += "document.body.dataset.answer = JSON.stringify(answer)})</script></body>"
     path.write_text(html.replace("</body>", run))
     flags = "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --dump-dom"
+    flags += f" --window-size={width},900"
     flags += " --virtual-time-budget=2000 --enable-logging=stderr"
     folder = f"--user-data-dir={path.parent}/chromium"
     command = [CHROMIUM, *flags.split(), folder, path.resolve().as_uri() + fragment]
@@ -856,6 +894,48 @@ def test_groups_on_the_page_are_sorted_and_their_best_is_beside_their_worst(tmp_
     best, worst = seen["pair"]
     assert "reward +0.900" in best and "advantage +1.200" in best and "no loss" in best
     assert "reward -1.000" in worst and "no loss" not in worst
+
+
+@needs_browser
+@pytest.mark.parametrize("width", (800, 1200))
+def test_a_comparison_begins_with_its_answer_and_nothing_is_beyond_the_page(tmp_path, width):
+    runs = [
+        trained(tmp_path / f"{name}-{seed}", seed=seed, lr=name * 9)
+        for name in "ab"
+        for seed in range(3)
+    ]
+    script = """
+    return [document.body.firstElementChild.innerText, all("th").slice(0, 3).map(e => e.innerText),
+        all(".wide").every(e => e.scrollWidth >= e.clientWidth),
+        document.documentElement.scrollWidth <= innerWidth];
+    """
+    (answer, titles, *fits), messages = browse(written(tmp_path, *runs), script, width=width)
+    assert answer.startswith("a (seeds 0, 1, 2) and b (seeds 0, 1, 2) do not differ: ")
+    assert titles == ["run", "differs in", "difference"]
+    assert fits == [True, True]
+    assert messages == []
+
+
+@needs_browser
+def test_episodes_have_a_line_each_with_the_reason_of_a_failure_and_keys_go_through_them(tmp_path):
+    nodes = [node("0.0", 0.7), node("0.1", None, idea="a long strategy " * 30)]
+    script = """
+    const heights = episodes.map(e => e.firstElementChild.offsetHeight);
+    const failed = $("0.1").firstElementChild.innerText;
+    const opened = [];
+    for (const key of "nnpn") {
+        document.body.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true}));
+        opened.push(episodes.filter(e => e.open).map(e => e.id).join());
+    }
+    return [heights, failed, opened];
+    """
+    (heights, failed, opened), messages = browse(
+        written(tmp_path, search_run(tmp_path, nodes)), script
+    )
+    assert messages == []
+    assert max(heights) < 30
+    assert "KeyError: 'missing'; a long strategy" in failed
+    assert opened == ["0.1", "0.0", "0.1", "0.0"]
 
 
 @pytest.mark.slow

@@ -97,7 +97,10 @@ def texts_of(frame) -> list[dict]:
 
 def notes(suite: dict, runs: list[RunData]) -> str:
     """Lines about the settings, the tasks that were left out and the published attempts."""
-    lines = []
+    lines = [
+        "value [95 %]: bootstrap over the episodes of each task; ± in the outcome of a run is one "
+        "standard error over all its episodes"
+    ]
     if not suite["attempts"]:
         lines.append(
             f"no AUP: the suite {suite['name']} has no published attempts to compare with; of "

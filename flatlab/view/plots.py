@@ -97,11 +97,12 @@ class RunGroup:
 
     @property
     def label(self) -> str:
-        """The name of its run; of several 'titanic-none (seeds 0, 1)'."""
-        name = self.runs[0].name
-        if len(self.runs) == 1:
-            return name
-        return f"{name.removesuffix(f'-{self.seeds[0]}')} (seeds {str(self.seeds)[1:-1]})"
+        """The name of its run; of several 'titanic-none (seeds 0, 1)', or all names."""
+        names = [run.name for run in self.runs]
+        if len(names) == 1:
+            return names[0]
+        common = {name.removesuffix(f"-{seed}") for name, seed in zip(names, self.seeds)}
+        return f"{' + '.join(sorted(common))} (seeds {str(self.seeds)[1:-1]})"
 
 
 # ------------------------------------------------------------------ numbers
@@ -155,7 +156,8 @@ def draw_keys(axis, groups: list[RunGroup], keys: list[str]) -> None:
             draw_mean(axis, windows.mean(), linestyle=dash, **style)
             if key.startswith("eval_") and alone:
                 errors = by_step(group, key.replace("_mean", "_stderr"))
-                axis.errorbar(frame.index, frame[0], errors[0], color=colour, fmt="none")
+                errors = errors[0].reindex(frame.index)  # NaN where a row has none
+                axis.errorbar(frame.index, frame[0], errors, color=colour, fmt="none")
         if len(keys) > 1:
             label = words_of(key)
             if key.startswith("eval_"):
@@ -369,9 +371,14 @@ def line_of(row: dict) -> str:
     text = f"{'…' * (len(id) > 12)}{id[-12:]}  {score_text(row)}"
     if row["outcome"] == "valid":
         return f"{text}  {row['idea']}"
+    return f"{text}: {failure(row)}"
+
+
+def failure(row: dict) -> str:
+    """The line of the error that says why a node or episode failed, or how it ended."""
     lines = row["error"].strip().split("\n")
     named = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
-    return f"{text}: {[*named, *lines][0] or row['status']}"
+    return [*named, *lines][0] or row["status"]
 
 
 # ------------------------------------------------------------------ figures

@@ -14,7 +14,7 @@ from statistics import fmean
 from flatlab.numbers import BEST_OF, counted, duration, plus_minus, standard_error, value_text
 from flatlab.task.value import summary, summary_text
 from flatlab.train.metrics import fell_by_half
-from flatlab.view.plots import FEW_SEEDS, STYLES, RunGroup, series, window_of
+from flatlab.view.plots import FEW_SEEDS, STYLES, RunGroup, failure, series, window_of
 from flatlab.view.reader import (
     NOUNS,
     RunData,
@@ -108,6 +108,25 @@ def headline(run: RunData) -> str:
         text = f"{value_sentence(run)}. {ends(run)}."
     text = " ".join([text, f"Status: {run.status}.", *notes([run])])
     return text[0].upper() + text[1:]
+
+
+def run_answer(run: RunData) -> str:
+    """The outcome of a run in its shortest form."""
+    if run.kind == "imitation":
+        return headline(run)
+    final = run.result.get("final")
+    best = final["best"] if final else {}
+    if best.get("difference") is None:
+        text = value_sentence(run)
+        end = "" if run.status == "finished" else f" Status: {run.status}."
+        return f"{text[0].upper()}{text[1:]}.{end}"
+    gain = plus_minus(best["difference"], best.get("difference_stderr"), "+")
+    text = f"Best adapter: {gain} over the untrained one on {best['difference_n']} paired seeds"
+    if final["best_is_untrained"]:
+        text = "No adapter was better than the untrained one"
+    if "test_value_mean" in best:
+        text += f", test part {best['test_value_mean']:+.4f}"
+    return f"{text}."
 
 
 def value_sentence(run: RunData) -> str:
@@ -210,21 +229,25 @@ ON_TERMINAL = 8
 
 def rounds(run: RunData, columns: int | None = ON_TERMINAL) -> str:
     """A line for each round of a search that learns; "" of other runs. columns: None for all."""
-    import pandas
+    return aligned(round_rows(run, columns)) if run.rounds else ""
 
-    frame = pandas.DataFrame(run.rounds, columns=ROUNDS[:columns])
-    text = frame.to_string(index=False, float_format="{:.5g}".format, na_rep="-")
-    return text if run.rounds else ""
+
+def round_rows(run: RunData, columns: int | None = None) -> list[dict]:
+    return [{key: row.get(key) for key in ROUNDS[:columns]} for row in run.rounds]
 
 
 # ------------------------------------------------------------------ episodes and their groups
 
 
-def facts_of(item: dict) -> dict[str, str]:
-    """The columns about an episode or a node: what was learned from it, and how it went."""
+def facts_of(item: dict, width: int = 70) -> dict[str, str]:
+    """The columns about an episode or a node: what was learned from it, and how it went; at the
+    end in at most `width` characters what it is about, and why it failed.
+    """
     replies = item.get("advantages", ())
     trained = [advantage for advantage in replies if advantage is not None]
-    text = f"{item.get('op') or item.get('task')} {item.get('idea', '')}"
+    reason = "" if item["outcome"] == "valid" else failure(item)
+    parts = [item.get("op") or item.get("task"), reason, item.get("idea")]
+    text = "; ".join(filter(None, parts))
     return {
         "id": item["id"],
         "seed": item.get("seed", "-"),
@@ -236,7 +259,7 @@ def facts_of(item: dict) -> dict[str, str]:
         "status": item["status"],
         "tokens": item["tokens"],
         "seconds": f"{item['seconds']:.1f}",
-        "what": " ".join(text.split())[:70],
+        "what": " ".join(text.split())[:width],
     }
 
 
@@ -276,24 +299,21 @@ def learned(items: list[dict]) -> str:
 
 # ------------------------------------------------------------------ groups of runs
 
-# Settings that do not change what is measured
-IGNORED_SETTINGS = set(
-    "seed name workers concurrency url eval_episodes backend trackers gpu_memory".split()
-)
-
 
 def groups_of(runs: list[RunData]) -> dict[tuple[str, str], list[RunGroup]]:
     """(kind, task) -> groups of runs that differ by their seed only, for each table.
 
-    A group has one run of each seed; further ones are another group.
+    A group has one run of each seed; further ones are another group. Runs of one folder are kept
+    together.
     """
     compared = {}
     for run in sorted(runs, key=lambda run: run.name):
         table = compared.setdefault((run.kind, run.task), [])
         settings, seed = settings_of(run), run.config.get("seed")
-        for group in table:
-            if group.settings == settings and seed not in group.seeds:
-                break
+        same = [g for g in table if g.settings == settings and seed not in g.seeds]
+        same.sort(key=lambda group: group.runs[0].dir.parent != run.dir.parent)
+        if same:
+            group = same[0]
         else:
             group = RunGroup(STYLES[len(table) % len(STYLES)], settings)
             table.append(group)
@@ -309,7 +329,7 @@ def groups_of(runs: list[RunData]) -> dict[tuple[str, str], list[RunGroup]]:
 def settings_of(run: RunData) -> dict[str, str]:
     """All that makes a run besides its seed: setting -> text; 'my.yaml@1a2b3c' with a digest."""
     settings = run.config.items()
-    texts = {key: value_text(value) for key, value in settings if key not in IGNORED_SETTINGS}
+    texts = {key: value_text(value) for key, value in settings if key not in ("seed", "name")}
     for part, digest in run.fingerprint.items():
         texts[part] = f"{texts.get(part, '')}@{digest[-1] if part == 'code' else digest:.6}"
     return texts
@@ -331,7 +351,8 @@ EXPLAINED = {
     "gain over untrained": "of the value of the best adapter, in pairs on the same fresh seeds",
     "rows ±": "standard error of one score over the rows or games of the part",
     "of": "what has this value, and on which part of the data",
-    "difference": "of the value to the best row, over the seeds that both have",
+    "difference": "of the value to the best row, over the seeds that both have; ± is one standard "
+    "error, 95 % the interval by Student's t: 4.3 standard errors with 3 seeds, 2.3 with 10",
     "differs in": "settings that at most half of the rows have, @ digests of prompts, task, model "
     "and code; values on two versions of a task cannot be compared",
 }
@@ -342,15 +363,25 @@ def table(runs: list[RunData], limit: int | None = None) -> str:
     what the columns mean.
     """
     parts, said = [], set()
-    for (kind, task), groups in groups_of(runs).items():
-        text = "An imitation has no value: evaluate its adapter to compare it."
-        if kind != "imitation":
-            rows = rows_of(groups)
-            said |= {key for row in rows for key in row if str(row[key]) not in ("", "-")}
-            text = f"{answer(groups)}\n{aligned(rows, limit)}"
-        parts.append(f"{task}, {kind}: {text}")
+    for heading, sentence, rows in comparisons(runs):
+        parts.append(f"{heading}: {sentence}")
+        if rows:
+            parts[-1] += f"\n{aligned(rows, limit)}"
+            said |= {*columns_of(rows)}
     legend = [f"{key}: {text}" for key, text in EXPLAINED.items() if key in said]
     return "\n\n".join([*parts, "\n".join(wrapped(legend)), *notes(runs)])
+
+
+def comparisons(runs: list[RunData]) -> list[tuple[str, str, list[dict]]]:
+    """For each kind of run and task a heading, the answer, and the rows of the table."""
+    found = []
+    for (kind, task), groups in groups_of(runs).items():
+        sentence, rows = "An imitation has no value: evaluate its adapter to compare it.", []
+        if kind != "imitation":
+            rows = rows_of(groups)
+            sentence = answer(groups)
+        found.append((f"{task}, {kind}", sentence, rows))
+    return found
 
 
 def wrapped(lines: list[str]) -> list[str]:
@@ -372,13 +403,15 @@ def answer(groups: list[RunGroup]) -> str:
     names = f"{best.label} and {other.label}"
     if len(pairs) < FEW_SEEDS:
         values = " and ".join(plus_minus(mean_value(group), None, "+") for group in (best, other))
-        return f"{names}: {values}; {len(pairs)} paired seeds are too few for an interval."
+        pairs = counted(len(pairs), "paired seed")
+        return f"{names}: {values}; {pairs}: too few for an interval."
     mean, error = fmean(pairs), standard_error(pairs)
     low, high = interval(mean, error, len(pairs))
-    is_better = low > 0
-    verdict = (
-        f"{best.label} is better than {other.label}" if is_better else f"{names} do not differ"
-    )
+    verdict = f"{names} do not differ"
+    if low > 0:
+        verdict = f"{best.label} is better than {other.label}"
+    elif high < 0:
+        verdict = f"On the common seeds {best.label} is worse than {other.label}"
     return (
         f"{verdict}: {plus_minus(mean, error, '+')}, 95 % interval {low:+.4f} to {high:+.4f}, "
         f"{len(pairs)} paired seeds."
@@ -455,7 +488,11 @@ def difference(group: RunGroup, best: RunGroup) -> str:
     seeds the difference of the means.
     """
     if pairs := paired(group, best):
-        return f"{mean_or_each(pairs, '+')} ({len(pairs)} paired)"
+        facts = f"{len(pairs)} paired"
+        if len(pairs) >= FEW_SEEDS:
+            low, high = interval(fmean(pairs), standard_error(pairs), len(pairs))
+            facts += f", 95 %: {low:+.4f} to {high:+.4f}"
+        return f"{mean_or_each(pairs, '+')} ({facts})"
     if not (values_of(group) and values_of(best)):
         return "-"
     return plus_minus(mean_value(group) - mean_value(best), None, "+")
@@ -480,12 +517,29 @@ def aligned(rows: list[dict], limit: int | None = None) -> str:
     columns in which nothing is said.
     """
     columns = []
-    for key in rows[0]:
-        texts = [str(row[key]) for row in rows]
-        if {*texts} - {"", "-"}:
-            width = max(map(len, [key, *texts]))
-            columns.append([text.ljust(width) for text in [key, *texts]])
+    for key, texts in columns_of(rows).items():
+        width = max(map(len, [key, *texts]))
+        columns.append([text.ljust(width) for text in [key, *texts]])
     return "\n".join(fitted(columns, limit))
+
+
+def columns_of(rows: list[dict]) -> dict[str, list[str]]:
+    """Title -> texts of a column, without columns in which nothing is said. Its fractions have one
+    number of decimals: as many as show four digits of the largest.
+    """
+    columns = {}
+    for key in rows[0]:
+        values = [row.get(key) for row in rows]
+        sizes = [abs(value) for value in values if isinstance(value, float) and value]
+        largest = max(filter(math.isfinite, sizes), default=1.0)
+        digits = min(9, max(0, 3 - math.floor(math.log10(largest))))
+        texts = [
+            f"{value:.{digits}f}" if isinstance(value, float) else str(value) for value in values
+        ]
+        texts = ["-" if text in ("None", "nan") else text for text in texts]
+        if {*texts} - {"", "-"}:
+            columns[key] = texts
+    return columns
 
 
 # ------------------------------------------------------------------ at the end
@@ -495,9 +549,16 @@ def final_table(result: dict, limit: int | None = None) -> str:
     """The comparison at the end of a training run, or the tasks of an evaluation of several; "" for
     other runs. result: of result.json.
     """
+    rows, lines = final_rows(result)
+    texts = [lines[0], aligned(rows, limit), *lines[1:]] if rows else lines
+    return "\n".join(texts)
+
+
+def final_rows(result: dict) -> tuple[list[dict], list[str]]:
+    """The rows of final_table(), and sentences about them: the first stands above it."""
     final = result.get("final")
     if not final:
-        return "\n".join(by_task(result)) if " " in result["task"] else ""
+        return [], by_task(result) if " " in result["task"] else []
     best, untrained = final["best"], final["untrained"]
     metric = result["metric"] if "score_mean" in best else "score"
     rows, marks = [], []
@@ -520,14 +581,13 @@ def final_table(result: dict, limit: int | None = None) -> str:
     lines = [
         f"{final['split']} part, {final['n']} fresh seeds that were never used for selection, the "
         "same ones for every adapter",
-        aligned(rows, limit),
         *marks,
     ]
     if "test_value_mean" in best:
         lines += [f"best adapter on the test part: {text}" for text in by_task(best, metric)]
     if final["best_is_untrained"]:
         lines.append("best is the untrained adapter: no evaluation during training was better.")
-    return "\n".join(lines)
+    return rows, lines
 
 
 def by_task(facts: dict, metric: str = "score") -> list[str]:
