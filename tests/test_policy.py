@@ -207,6 +207,18 @@ def test_verify_refuses_a_broken_sync_in_bf16(monkeypatch):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def test_a_sync_on_a_gpu_waits_before_and_after_the_copy(monkeypatch):
+    """Engine and trainer have a stream each."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
+    engine = SimpleNamespace(reset_prefix_cache=lambda: True)
+    copy = SimpleNamespace(push=lambda: calls.append("copy"))
+    for device in ("cpu", "cuda"):
+        trained = SimpleNamespace(device=device, adapter_copy=copy, engine=engine, _syncs=0)
+        Policy.sync(trained, 3)
+    assert calls == ["copy", "wait", "copy", "wait"]
+
+
 def test_a_full_card_is_not_taken_for_weights_that_cannot_be_shared(policy, monkeypatch, capsys):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")

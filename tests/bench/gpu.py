@@ -335,14 +335,14 @@ def lengths():
 
 
 def stream(own: bool):
-    """Engine steps beside updates in the trainer's thread, on one CUDA stream or on two."""
+    """Engine steps beside updates in the trainer's thread, on two CUDA streams or on one."""
     import torch
 
     from flatlab.train.job import in_trainer
 
-    if own and check.has_gpu():
-        torch.cuda.set_stream(torch.cuda.Stream(priority=-1))
     policy = check.make_policy(model_path())
+    if check.has_gpu() and not own:
+        torch.cuda.set_stream(torch.cuda.default_stream())
     batch = check.update_batch(policy)
     steps, plain_step = [], policy.step_engine
 
@@ -376,7 +376,7 @@ def stream(own: bool):
         note += f"{both / (count * learn + alone):.2f} of taking turns"
         return f"{1000 * median(steps or [0]):.1f} ms", note
 
-    name = "a stream of the engine's own" if own else "the product's stream"
+    name = "a stream of the engine's own" if own else "one stream"
     yield f"engine step beside updates, {name}", *asyncio.run(go())
     found = asyncio.run(policy.verify())["random adapter"]
     yield (
@@ -656,8 +656,8 @@ ALONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "CRITICAL"
 PARTS = {
     "update": (update, {}),
     "lengths": (lengths, {}),
-    "stream": (partial(stream, own=False), {}),
-    "stream-own": (partial(stream, own=True), {}),
+    "stream": (partial(stream, own=True), {}),
+    "one-stream": (partial(stream, own=False), {}),
     "sync": (sync, {}),
     "decode": (decode, {}),
     "decode-v1": (decode, {"VLLM_USE_V2_MODEL_RUNNER": "0"}),
