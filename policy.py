@@ -24,6 +24,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import os
 import sys
 import warnings
@@ -423,6 +424,8 @@ class Trainer:
 
         head = head_of(self.model.get_base_model(), self.temperature)
         chunk = max(1, memory.MOST_LOGITS // len(head.weight))
+        if chunk > memory.TILE:
+            chunk = memory.TILE * math.ceil(chunk / memory.TILE)
         return TokenLogProbs.apply(hidden, targets, head, chunk, entropy_learns)
 
     def set_reference(self, folder) -> None:
