@@ -331,7 +331,7 @@ def test_several_runs_and_strangers_among_them(tmp_path, capsys):
     assert (tmp_path / "compare-search-titanic.png").exists()
     (tmp_path / "b").rename(tmp_path / "notes" / "b")
     text = printed(capsys, tmp_path)  # a folder stands for the runs in it, at any depth
-    assert re.search(r"^a \(seeds 1, 2\) +2 +[-+]\d", text, re.M)  # N and the first value
+    assert re.search(r"^a \+ b \(seeds 1, 2\) +2 +[-+]\d", text, re.M)  # N and the first value
 
 
 def test_the_recipe_of_the_docs_makes_conversations_of_episodes():
