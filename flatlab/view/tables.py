@@ -551,7 +551,9 @@ def final_table(result: dict, limit: int | None = None) -> str:
     other runs. result: of result.json.
     """
     rows, lines = final_rows(result)
-    return "\n".join([*lines[:1], aligned(rows, limit) if rows else "", *lines[1:]]).strip("\n")
+    if rows:
+        lines.insert(1, aligned(rows, limit))
+    return "\n".join(lines)
 
 
 def final_rows(result: dict) -> tuple[list[dict], list[str]]:
