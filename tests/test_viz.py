@@ -331,7 +331,7 @@ def test_several_runs_and_strangers_among_them(tmp_path, capsys):
     assert (tmp_path / "compare-search-titanic.png").exists()
     (tmp_path / "b").rename(tmp_path / "notes" / "b")
     text = printed(capsys, tmp_path)  # a folder stands for the runs in it, at any depth
-    assert re.search(r"^a \(seeds 1, 2\) +2 +[-+]\d", text, re.M)  # N and the first value
+    assert re.search(r"^a \+ b \(seeds 1, 2\) +2 +[-+]\d", text, re.M)  # N and the first value
 
 
 def test_the_recipe_of_the_docs_makes_conversations_of_episodes():
@@ -853,6 +853,7 @@ def test_click_search_filter_sort_and_compare_nodes(tmp_path):
     seen.found = list("find", "NEEDLE", "input");
     list("find", "", "input");
     seen.failed = list("status", "failed", "change");
+    seen.validated = list("status", "validated", "change");
     list("status", "", "change");
     seen.sorted = list("sort", "score", "change");
     return seen;
@@ -869,6 +870,7 @@ def test_click_search_filter_sort_and_compare_nodes(tmp_path):
         assert text in seen["detail"]
     assert re.findall("output of (.*)", seen["pair"]) == ["0.1", "0.0"]  # two at most
     assert (seen["found"], seen["failed"]) == (["0.0.0"], ["0.1"])
+    assert sorted(seen["validated"]) == ["0.0", "0.0.0", "0.0.1"]
     assert seen["sorted"] == ["0.0.0", "0.0", "0.0.1", "0.1"]
 
 

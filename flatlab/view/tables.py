@@ -227,12 +227,13 @@ ROUNDS = (
 ON_TERMINAL = 8
 
 
-def rounds(run: RunData, columns: int | None = ON_TERMINAL) -> str:
-    """A line for each round of a search that learns; "" of other runs. columns: None for all."""
-    return aligned(round_rows(run, columns)) if run.rounds else ""
+def rounds(run: RunData) -> str:
+    """A line for each round of a search that learns; "" of other runs."""
+    return aligned(round_rows(run, ON_TERMINAL)) if run.rounds else ""
 
 
 def round_rows(run: RunData, columns: int | None = None) -> list[dict]:
+    """The first columns of the rounds; all of them without a number."""
     return [{key: row.get(key) for key in ROUNDS[:columns]} for row in run.rounds]
 
 
