@@ -639,11 +639,9 @@ def trl():
     if done.returncode:
         raise RuntimeError(last_error(done.stderr))
     for line in done.stdout.splitlines():
-        if "TRL" in line or "ours" in line:
-            _, what, value, note, _ = (
-                line.split(" | ") if line.count(" | ") > 3 else ("", line, "", "", "")
-            )
-            yield f"step of TRL: {what}", value, note
+        cells = line.strip("| ").split(" | ")
+        if len(cells) == 3 and "in its process" in line:
+            yield f"step of TRL beside ours: {cells[0]}", *cells[1:]
 
 
 CACHE = {
