@@ -59,6 +59,7 @@ from flatlab.train.batch import (
     gather_groups,
     micro_batches,
     plan_step,
+    sequence_numbers,
     sequences_of,
     weighted,
 )
@@ -493,8 +494,7 @@ def micro_loss(policy, part: list, cfg: Config, meter: Meter, epoch: int, kl_wei
     pairs = [(s.tokens, s.mask) for s in part]
     advantage = column(part, "advantage", policy.device)
     old = column(part, "old", policy.device)
-    sequence = [number for number, s in enumerate(part) for _ in s.old]
-    sequence = torch.tensor(sequence, device=policy.device)
+    sequence = sequence_numbers(part, policy.device)
     base = old
     if kl_weight is not None:
         with torch.no_grad():
@@ -519,10 +519,12 @@ def micro_loss(policy, part: list, cfg: Config, meter: Meter, epoch: int, kl_wei
         # The engine's log-probs are those of the trainer for tokens of the current version only.
         lag = policy.version - column(part, "version", policy.device)
         is_current = lag == 0
-        difference = (logp.detach() - old).abs()[is_current]
+        difference = (logp - old).abs()
         meter.add("sum", compared_tokens=is_current)
-        meter.add("mean", lag_mean=lag, logprob_diff_mean=difference)
-        meter.add("max", lag_max=lag, logprob_diff_max=difference)
+        meter.add("mean", lag_mean=lag)
+        meter.add("mean", is_current, logprob_diff_mean=difference)
+        meter.add("max", lag_max=lag)
+        meter.add("max", is_current, logprob_diff_max=difference)
     return loss.sum()
 
 

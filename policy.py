@@ -24,6 +24,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import os
 import sys
 import warnings
@@ -139,6 +140,9 @@ class Engine(ChatTokens):
         machine = gpu_engine_options(max_batch)
         if self.device == "cpu":
             machine = cpu_engine_options(self.context, options.compile)
+        if self.device == "cuda":
+            # Steps need not wait for what the trainer's thread has on the default stream.
+            torch.cuda.set_stream(torch.cuda.Stream(priority=-1))
         with loading("vLLM", path.base), phases():
             self.engine = self.open_vllm(rank, seed, max_batch, cache, machine)
         self._ids = itertools.count()
@@ -423,6 +427,8 @@ class Trainer:
 
         head = head_of(self.model.get_base_model(), self.temperature)
         chunk = max(1, memory.MOST_LOGITS // len(head.weight))
+        if chunk > memory.TILE:
+            chunk = memory.TILE * math.ceil(chunk / memory.TILE)
         return TokenLogProbs.apply(hidden, targets, head, chunk, entropy_learns)
 
     def set_reference(self, folder) -> None:
@@ -607,6 +613,8 @@ class Policy(Engine, Trainer):
         if self.device == "cuda":
             torch.cuda.synchronize()  # the trainer's thread uses another stream
         self.adapter_copy.push()
+        if self.device == "cuda":
+            torch.cuda.synchronize()  # before the trainer changes what is copied
         self.version = self.version + 1 if version is None else version
         self._syncs += 1
         # Frees blocks of old weights, but only if no request runs; the salt in sample() keeps them

@@ -12,8 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
+import grpo
 from bench.peak import peak
 from flatlab.errors import UserError
 from flatlab.model import memory, packing
@@ -26,6 +28,7 @@ from flatlab.model.packing import (
     lora_forward,
 )
 from flatlab.model.path import STAND_IN, resolve_model
+from flatlab.train.batch import Meter, TrainSequence
 from helpers import PROJECT, TINY_TEXTS, make_model, python, user_error
 from policy import Agreement, Policy, Trainer, lora_settings
 from training import all_close, has_weights, pair, randomise, weights_of
@@ -202,6 +205,18 @@ def test_verify_refuses_a_broken_sync_in_bf16(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(PROJECT / "tests"))
     done = python("-c", BF16)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_sync_on_a_gpu_waits_before_and_after_the_copy(monkeypatch):
+    """Engine and trainer have a stream each."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
+    engine = SimpleNamespace(reset_prefix_cache=lambda: True)
+    copy = SimpleNamespace(push=lambda: calls.append("copy"))
+    for device in ("cpu", "cuda"):
+        trained = SimpleNamespace(device=device, adapter_copy=copy, engine=engine, _syncs=0)
+        Policy.sync(trained, 3)
+    assert calls == ["copy", "wait", "copy", "wait"]
 
 
 def test_a_full_card_is_not_taken_for_weights_that_cannot_be_shared(policy, monkeypatch, capsys):
@@ -511,6 +526,61 @@ def test_recomputed_layers_change_no_number(policy):
     assert [calls.count(m.self_attn) for m in layers] == [2] + [1] * (len(layers) - 1)
     assert torch.equal(logp, again)
     assert all_close(grads, again_grads, 1e-6)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products with frozen weights, those of one decoder layer."""
+
+    def __init__(self, layer):
+        weights = [m.base_layer.weight for m in layer.modules() if hasattr(m, "base_layer")]
+        self.storages = {w.untyped_storage()._cdata for w in weights}
+        self.count = 0
+        super().__init__()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            storages = {x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)}
+            self.count += bool(storages & self.storages)
+        return function(*args, **kwargs or {})
+
+
+def test_a_recomputed_layer_repeats_no_product_that_nobody_reads(policy):
+    """7 products forward, 6 once more, 7 backward."""
+    layer = policy.model.get_base_model().base_model.layers[1]
+    randomise(policy)
+    try:
+        policy.recompute_layers(2)
+        with Products(layer) as products:
+            loss_and_grads(policy.logprobs, policy, BATCH)
+    finally:
+        policy.recompute_layers(0)
+    assert products.count == 20
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses the calls that would wait for a GPU."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select"), name
+        return function(*args, **kwargs or {})
+
+
+def test_micro_batches_are_learned_without_waiting_for_the_gpu(policy, monkeypatch):
+    """.item(), .tolist() and nonzero() come before the first and after the last one."""
+    parts = []
+    for batch in (COMMON, BATCH):
+        part = []
+        for tokens, mask in batch:
+            numbers = [0.1] * sum(mask)
+            part.append(TrainSequence(tokens, mask, numbers, numbers, [0] * len(numbers), numbers))
+        parts.append(part)
+    meter = Meter()
+    with NoWaiting():
+        for part in parts:
+            grpo.micro_loss(policy, part, grpo.Config(), meter, 0, 0.1).backward()
+    policy.model.zero_grad()
+    assert meter.numbers()["compared_tokens"] == sum(len(s.old) for part in parts for s in part)
 
 
 @pytest.mark.parametrize("family", ["opt", "falcon"])

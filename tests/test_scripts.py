@@ -378,7 +378,7 @@ def test_a_suite_of_two_models_goes_on_and_stands_beside_published_ones(
     assert rows["logs/a/tiny"][3:5] == ["100%", "0.2500"]  # valid, position
     # log10(1 / 0.71) is reached at the tau 149 of 500, so 499 - 149 steps of 0.5 / 499 are left
     assert rows["logs/a/other"][-2:] == ["0.351", "0.351"]
-    assert "logs/a/tiny is better than logs/a/other: 0.500 [0.500, 0.500]" in out
+    assert "logs/a/tiny is better than logs/a/other: 0.5000 [0.5000, 0.5000]" in out
     assert "over the tasks that all models have: titanic\n" in out
     assert "logs/a/other: without gone. The file" in out
     monkeypatch.delenv("MLGYM_ROOT")

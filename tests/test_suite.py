@@ -119,8 +119,8 @@ def test_all_published_areas_of_a_checkout(tmp_path, monkeypatch):
 
 def test_intervals_resample_within_a_task():
     tasks = [np.zeros(3), np.ones(5)]
-    assert statistics.interval(statistics.mean_value, *tasks) == "0.500 [0.500, 0.500]"
-    assert statistics.interval(statistics.mean_value, *tasks, np.ones(1)) == "0.667"
+    assert statistics.interval(statistics.mean_value, *tasks) == "0.5000 [0.5000, 0.5000]"
+    assert statistics.interval(statistics.mean_value, *tasks, np.ones(1)) == "0.6667"
     better = statistics.probability_of_improvement
     # of four pairs three are larger and one is equal; of the other task all are smaller
     assert better(np.array([1, 2]), np.zeros(1), np.array([1, 0]), np.ones(1)) == 0.875 / 2

@@ -11,6 +11,7 @@ import time
 from html import unescape
 from pathlib import Path
 from statistics import stdev
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -61,7 +62,8 @@ def stored(folder, result=TRAINING, rows=ROWS, episodes=(), file="metrics.jsonl"
 
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_plot_of_rows_with_holes(tmp_path):
-    runs = [stored(tmp_path / str(seed), rows=[{"step": 0}], seed=seed) for seed in range(2)]
+    rows = [{"step": 0}, {"step": 1, "eval_value_mean": 0.5}]
+    runs = [stored(tmp_path / str(seed), rows=rows, seed=seed) for seed in range(2)]
     for shown in (runs[:1], runs):
         [path] = page.draw(shown, tmp_path)
         assert path.exists()
@@ -80,7 +82,8 @@ STEP = {"config.yaml": "a: 1", "metrics.jsonl": '{"step": 0}\n'}
 
 
 def kind(name):
-    return {"result.json": json.dumps(TRAINING | {"kind": name})}
+    own = dict.fromkeys(reader.NEEDED_OF.get(name, ()))
+    return {"result.json": json.dumps(TRAINING | own | {"kind": name})}
 
 
 BROKEN = (
@@ -131,6 +134,7 @@ def test_runs_of_other_scripts_are_one_sentence_beside_those_that_are_shown(tmp_
     for name, fields, files in (
         ("other", {"kind": "temperatures"}, {}),
         ("rows", {"kind": "evaluation", "split": "test"}, {"0": [{"task": "titanic"}]}),
+        ("tree", {"kind": "search"}, {"0": [{"task": "titanic"}]}),
     ):
         run = store.open_run(tmp_path / name, CONFIG, MADE_BY)
         run.update_result(**TRAINING | fields)
@@ -138,9 +142,21 @@ def test_runs_of_other_scripts_are_one_sentence_beside_those_that_are_shown(tmp_
             run.save_episodes(int(file), rows)
     runs, errors = reader.find_runs([tmp_path])
     assert [run.name for run in runs] == ["good"]
-    kind, rows = errors
+    kind, rows, search = errors
+    assert "its result.json has no best_id" in search
     assert kind.endswith("other is of a kind that viz.py does not know: temperatures.")
     assert rows.endswith("rows cannot be shown: one of its rows has no 'score'.")
+
+
+def test_the_eta_counts_the_evaluations_that_are_left(tmp_path, capsys, monkeypatch):
+    """An evaluation of 100 s every 4 steps, after the last step, and three at the end."""
+    monkeypatch.setattr(page, "plot_now_and_then", lambda directory: None)
+    cfg = SimpleNamespace(steps=6, eval_every=4, eval_episodes=8)
+    row = step_row(0, zero_variance_share=0, seconds_sample=1.0, alarms=[])
+    for step, left in ((2, "8m28s"), (4, "6m44s"), (6, "5m00s")):
+        job = SimpleNamespace(step=step, evaluation_seconds=100, run=SimpleNamespace(dir=tmp_path))
+        console.step_made(job, [row], cfg)
+        assert f"ETA {left}" in capsys.readouterr().out
 
 
 def test_a_comparison_has_a_place_of_its_own(tmp_path, monkeypatch, capsys):
@@ -315,7 +331,7 @@ def test_several_runs_and_strangers_among_them(tmp_path, capsys):
     assert (tmp_path / "compare-search-titanic.png").exists()
     (tmp_path / "b").rename(tmp_path / "notes" / "b")
     text = printed(capsys, tmp_path)  # a folder stands for the runs in it, at any depth
-    assert re.search(r"^a \(seeds 1, 2\) +2 +[-+]\d", text, re.M)  # N and the first value
+    assert re.search(r"^a \+ b \(seeds 1, 2\) +2 +[-+]\d", text, re.M)  # N and the first value
 
 
 def test_the_recipe_of_the_docs_makes_conversations_of_episodes():
@@ -554,7 +570,10 @@ def test_an_evaluation_of_several_tasks_has_a_line_for_each(tmp_path):
     facts |= {f"digits.{key}": 0.25 for key in facts}
     run = evaluated(tmp_path, (0.8,), task="titanic digits", **facts)
     lines = tables.final_table(run.result).splitlines()
-    assert lines[1] == "digits value +0.2500 ± 0.2500, 25% valid"
+    assert [line.split() for line in lines[1:]] == [
+        ["all", "+0.5000", "±", "0.1000", "100%"],
+        ["digits", "+0.2500", "±", "0.2500", "25%"],
+    ]
     assert ", score" not in tables.headline(run)
 
 
@@ -834,6 +853,7 @@ def test_click_search_filter_sort_and_compare_nodes(tmp_path):
     seen.found = list("find", "NEEDLE", "input");
     list("find", "", "input");
     seen.failed = list("status", "failed", "change");
+    seen.validated = list("status", "validated", "change");
     list("status", "", "change");
     seen.sorted = list("sort", "score", "change");
     return seen;
@@ -850,6 +870,7 @@ def test_click_search_filter_sort_and_compare_nodes(tmp_path):
         assert text in seen["detail"]
     assert re.findall("output of (.*)", seen["pair"]) == ["0.1", "0.0"]  # two at most
     assert (seen["found"], seen["failed"]) == (["0.0.0"], ["0.1"])
+    assert sorted(seen["validated"]) == ["0.0", "0.0.0", "0.0.1"]
     assert seen["sorted"] == ["0.0.0", "0.0", "0.0.1", "0.1"]
 
 

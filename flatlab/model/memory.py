@@ -34,6 +34,7 @@ CUDA_OWN = 3 << 29  # 1.5 GiB: CUDA's context, kernels, workspaces and fragmenta
 BLOCK = 64  # tokens of a block of the KV cache, at most
 MOST_LOGITS = 2**26  # at a time, in Policy.logprobs: 256 MiB
 LOGITS_BUFFERS = 5  # of the size of these
+TILE = 128  # rows: a matrix product on a GPU computes multiples of it
 
 # Activations that the backward pass of one decoder layer keeps, in numbers per token: inputs and
 # outputs of the norms, q, k, v and the attention's output are of the hidden size, those of the MLP

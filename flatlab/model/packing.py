@@ -12,11 +12,13 @@ K tokens of a head, D hidden size, V vocabulary.
 import inspect
 import os
 from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate
 from types import MethodType
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import varlen
@@ -109,7 +111,7 @@ def varlen_of(lengths: list[int], device: str) -> Callable:
     keys = [prompt, *(prompt + rest for rest in rests)]
     arguments = {"window_size": (-1, 0)}
     for name, counts in (("q", lengths), ("k", keys)):
-        ends = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
+        ends = on_device(np.array([0, *accumulate(counts)], np.int32), device)
         arguments |= {f"cu_seq_{name}": ends, f"max_{name}": max(counts)}
     # torch 2.11 has no such argument: heads may share keys there without it
     if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters:
@@ -127,18 +129,21 @@ def hidden_states(trunk, batch, device: str, packed: bool, uses_varlen: bool):
     if not packed:
         return padded_hidden_states(trunk, batch, device)
     prompt = common_prompt(batch) if len(batch) > 1 else 0
-    row = batch[0][0][:prompt]
-    positions = list(range(prompt))
+    length = prompt  # of the row so far
+    row = [np.array(batch[0][0][:prompt], np.int64)]
+    positions = [np.arange(prompt)]
     layout = Layout([prompt], [None], None)
     before = []
     targets = []
     for tokens, mask in batch:
-        start = len(row) - prompt  # token t of this sequence is at start + t
-        trained = [t for t in range(prompt + 1, len(tokens)) if mask[t]]
-        before += [start + t - 1 for t in trained]
-        targets += [tokens[t] for t in trained]
-        row = row + tokens[prompt:]
-        positions += range(prompt, len(tokens))
+        tokens = np.array(tokens)
+        trained = np.flatnonzero(mask)
+        trained = trained[trained > prompt]
+        before.append(length - prompt + trained - 1)
+        targets.append(tokens[trained])
+        row.append(tokens[prompt:])
+        positions.append(np.arange(prompt, len(tokens)))
+        length += len(tokens) - prompt
         own = len(tokens) - prompt
         sees = None  # which skips the masked half, so it is faster if the prompt is short
         if prompt >= own and not uses_varlen:
@@ -148,13 +153,18 @@ def hidden_states(trunk, batch, device: str, packed: bool, uses_varlen: bool):
         layout.masks.append(sees)
     if uses_varlen:
         layout = layout._replace(varlen=varlen_of(layout.lengths, device))
+    columns = (row, positions, before, targets)
+    row, positions, before, targets = [on_device(np.concatenate(c), device) for c in columns]
     output = trunk(
-        input_ids=torch.tensor([row], device=device),
-        position_ids=torch.tensor([positions], device=device),
-        use_cache=False,
-        layout=layout,
+        input_ids=row[None], position_ids=positions[None], use_cache=False, layout=layout
     )
-    return output.last_hidden_state[0, before], torch.tensor(targets, device=device)
+    return output.last_hidden_state[0].index_select(0, before), targets
+
+
+def on_device(numbers: np.ndarray, device: str):
+    """A tensor of these numbers. The copy of pinned memory to a GPU does not wait for its work."""
+    tensor = torch.from_numpy(numbers)
+    return tensor.pin_memory().to(device, non_blocking=True) if device == "cuda" else tensor
 
 
 def padded_hidden_states(trunk, batch, device: str):
@@ -174,15 +184,18 @@ class LoraProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, a, b, scale):
+    def forward(ctx, x, weight, bias, a, b, scale, is_unused):
         """x: (N, in). weight: (out, in), frozen. a: (r, in); b: (out, r); both are rounded to the
-        type of x.
+        type of x. is_unused: nobody reads y, only what is saved.
         """
         a = a.to(x.dtype)
         b = b.to(x.dtype)
         reduced = x @ a.T
-        y = F.linear(x, weight, bias)
-        y.addmm_(reduced, b.T, alpha=scale)
+        if is_unused:
+            y = x.new_empty(len(x), len(weight))
+        else:
+            y = F.linear(x, weight, bias)
+            y.addmm_(reduced, b.T, alpha=scale)
         ctx.save_for_backward(x, weight, a, b, reduced)
         ctx.scale = scale
         return y
@@ -196,7 +209,7 @@ class LoraProduct(torch.autograd.Function):
         grad_x = None
         if ctx.needs_input_grad[0]:  # not in the first decoder layer
             grad_x = (grad @ weight).addmm_(grad_reduced, a)
-        return grad_x, None, None, grad_a, grad_b, None
+        return grad_x, None, None, grad_a, grad_b, None, None
 
 
 def lora_forward(layer, x):
@@ -209,7 +222,8 @@ def lora_forward(layer, x):
     b = layer.lora_B["default"].weight
     scale = layer.scaling["default"]
     # A view made inside of the function could not be changed in place, as Falcon does.
-    y = LoraProduct.apply(x.flatten(0, -2), weight, base.bias, a, b, scale)
+    is_unused = getattr(layer, "is_repeated", False)
+    y = LoraProduct.apply(x.flatten(0, -2), weight, base.bias, a, b, scale, is_unused)
     return y.unflatten(0, x.shape[:-1])
 
 
@@ -231,7 +245,31 @@ def fuse_norms(model) -> None:
 def recomputed_forward(layer, *args, **kwargs):
     """The forward pass of a decoder layer, which is repeated in the backward pass."""
     forward = partial(type(layer).forward, layer)
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+    kwargs |= {"use_reentrant": False, "preserve_rng_state": False}
+    if last := last_product(layer):
+        kwargs["context_fn"] = lambda: (nullcontext(), repeated(last))
+    return checkpoint(forward, *args, **kwargs)
+
+
+def last_product(layer):
+    """The linear layer whose output is added to the residual stream and used by nothing else of its
+    decoder layer, in models that are built like Llama; or None.
+    """
+    parts = {name for name, _ in layer.named_children()}
+    if parts != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
+        return None
+    last = getattr(layer.mlp, "down_proj", None)
+    return last if hasattr(last, "lora_A") else None
+
+
+@contextmanager
+def repeated(last):
+    """Inside, the output of the linear layer `last` is not computed again."""
+    last.is_repeated = True
+    try:
+        yield
+    finally:
+        last.is_repeated = False
 
 
 class Head(NamedTuple):
@@ -300,7 +338,8 @@ def token_logprobs(h, target, head: Head, learns: bool, entropy_learns: bool):
     logits = logits_of(h, head.weight)
     if head.bias is not None:
         logits += head.bias
-    logits.div_(head.divisor)
+    if head.divisor != 1:
+        logits.div_(head.divisor)
     if head.cap:
         logits.div_(head.cap).tanh_().mul_(head.cap)
     log_z = logits.logsumexp(-1)
@@ -313,7 +352,7 @@ def token_logprobs(h, target, head: Head, learns: bool, entropy_learns: bool):
     entropy_slope = None
     if entropy_learns:
         entropy_slope = -slope_of(p * (logits - mean[:, None]), logits, head)
-    p[range(len(target)), target] -= 1
+    p.scatter_add_(1, target[:, None], p.new_full((len(p), 1), -1.0))
     return logp, entropy, -slope_of(p, logits, head), entropy_slope
 
 

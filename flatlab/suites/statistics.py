@@ -48,9 +48,9 @@ def interval(statistic, *tasks) -> str:
     """
     from scipy.stats import bootstrap
 
-    middle = f"{statistic(*tasks):.3f}"
+    middle = f"{statistic(*tasks):.4f}"
     if min(map(len, tasks)) < 2:
         return middle
     drawn = bootstrap(tasks, statistic, n_resamples=1000, method="percentile", rng=0)
     low, high = drawn.confidence_interval
-    return f"{middle} [{low:.3f}, {high:.3f}]"
+    return f"{middle} [{low:.4f}, {high:.4f}]"

@@ -161,10 +161,17 @@ def cost(part: list[TrainSequence], packed: bool = True) -> int:
 
 def column(part: list[TrainSequence], name: str, device):
     """A field of these sequences as a tensor of shape (N,), N trained tokens."""
-    import torch
+    from flatlab.model.packing import on_device
 
-    values = [value for s in part for value in getattr(s, name)]
-    return torch.tensor(values, dtype=torch.float32, device=device)
+    values = [np.asarray(getattr(s, name), np.float32) for s in part]
+    return on_device(np.concatenate(values), device)
+
+
+def sequence_numbers(part: list[TrainSequence], device):
+    """The number of each trained token's sequence, a tensor of shape (N,)."""
+    from flatlab.model.packing import on_device
+
+    return on_device(np.repeat(np.arange(len(part)), [len(s.old) for s in part]), device)
 
 
 def draw_kl_weights(count: int, share: float, kl: float, seed: str) -> list[float | None]:
@@ -183,20 +190,29 @@ def draw_kl_weights(count: int, share: float, kl: float, seed: str) -> list[floa
 class Meter:
     """Sums, means and maxima of columns over the micro-batches of an update."""
 
-    # (name, "sum", "mean" or "max", sum or maximum, count) of each column of each micro-batch
+    # (name, "sum", "mean" or "max", sum or maximum, count) of each column of each micro-batch. Some
+    # are tensors: to read one waits for the GPU.
     rows: list[tuple] = field(default_factory=list)
 
-    def add(self, reduction: str, **columns) -> None:
-        """Adds tensors; an empty one changes nothing."""
+    def add(self, reduction: str, where=None, **columns) -> None:
+        """Adds tensors; an empty one changes nothing. where: a mask; the other entries count as 0
+        in a sum or maximum, and not at all in a mean.
+        """
         for name, column in columns.items():
             if len(column):
                 column = column.detach().double()
+                count = len(column)
+                if where is not None:
+                    column = column.masked_fill(~where, 0.0)
+                    count = where.sum()
                 value = column.max() if reduction == "max" else column.sum()
-                self.rows.append((name, reduction, value.item(), len(column)))
+                self.rows.append((name, reduction, value, count))
 
     def numbers(self, ranks=None) -> dict[str, float]:
         """Reductions of what was added, by name. ranks: whose columns count, too."""
-        rows = sum(ranks.gather(self.rows), []) if ranks else self.rows
+        rows = [(*names, float(value), int(count)) for *names, value, count in self.rows]
+        rows = [row for row in rows if row[-1]]  # an empty mask changes nothing
+        rows = sum(ranks.gather(rows), []) if ranks else rows
         columns = {}
         for name, reduction, *pair in rows:
             columns.setdefault((name, reduction), []).append(pair)

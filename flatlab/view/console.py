@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from math import nan
+from math import ceil, nan
 from pathlib import Path
 from statistics import fmean
 
@@ -44,7 +44,9 @@ def step_made(job, rows: list[dict], cfg) -> None:
     TrainingRun. rows: all so far.
     """
     row = rows[-1]
-    evaluations = cfg.steps // cfg.eval_every - job.step // cfg.eval_every
+    evaluations = ceil(cfg.steps / cfg.eval_every) - job.step // cfg.eval_every
+    if job.step >= cfg.steps:
+        evaluations = 0
     evaluations += FINAL_EVALUATIONS * (cfg.eval_episodes > 0)
     eta = fmean(r["seconds"] for r in rows[-20:]) * (cfg.steps - job.step)
     eta += evaluations * job.evaluation_seconds

@@ -84,25 +84,14 @@ def write(runs: list[RunData], format="png") -> list[Path]:
     paths = draw(runs, folder, format)
     html = template.render(
         runs=runs,
-        title=runs[0].name if len(runs) == 1 else shortened(", ".join(run.name for run in runs)),
         made=time.strftime("%Y-%m-%d %H:%M"),
         nonce=secrets.token_hex(),
-        statuses=sorted({row["status"] for run in runs for row in statuses_of(run)}),
         paths=paths,
     )
     paths.append(folder / "report.html")
     # a reply may hold lone surrogates
     write_whole(paths[-1], html.encode("utf-8", "replace"))
     return paths
-
-
-def statuses_of(run: RunData) -> list[dict]:
-    """The rows that have a status: nodes, or the episodes on the page."""
-    return run.rows if run.kind in ("search", "evaluation") else sample(run)
-
-
-def shortened(text: str) -> str:
-    return text if len(text) <= 100 else f"{text[:100]}…"
 
 
 def tree(run: RunData, prefix: str):

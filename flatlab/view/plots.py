@@ -156,7 +156,8 @@ def draw_keys(axis, groups: list[RunGroup], keys: list[str]) -> None:
             draw_mean(axis, windows.mean(), linestyle=dash, **style)
             if key.startswith("eval_") and alone:
                 errors = by_step(group, key.replace("_mean", "_stderr"))
-                axis.errorbar(frame.index, frame[0], errors[0], color=colour, fmt="none")
+                errors = errors[0].reindex(frame.index)  # NaN where a row has none
+                axis.errorbar(frame.index, frame[0], errors, color=colour, fmt="none")
         if len(keys) > 1:
             label = words_of(key)
             if key.startswith("eval_"):

@@ -5,6 +5,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,8 +19,12 @@ NOUNS = {"training": "step", "search": "node", "evaluation": "episode", "imitati
 SCALE = ("baseline", "reference", "higher_is_better")
 # Name of a file of transcripts, or id of a node -> function that reads its transcripts
 Files = dict[str, Callable[[], list[dict]]]
-# Keys that result.json has from the start on
+# Keys that result.json has from the start on, and those of each kind
 NEEDED = {"kind", "task", "metric", "value", *SCALE}
+NEEDED_OF = {
+    "evaluation": {"split"},
+    "search": {"split", "best_id", "best_score", "best_stderr", "tested_id", "valid_share"},
+}
 COMPARED = "compare-"  # beginning of the folder of a comparison
 
 
@@ -74,9 +79,7 @@ def read_run(directory) -> RunData:
     status = f"Its status: {result.get('status', 'unknown')}"
     if kind and kind not in NOUNS:
         raise UserError(f"{path} is of a kind that viz.py does not know: {kind}.")
-    missing = NEEDED - result.keys()
-    if kind == "evaluation":
-        missing |= {"split"} - result.keys()
+    missing = (NEEDED | NEEDED_OF.get(kind, set())) - result.keys()
     if missing and not has_rows(path):
         raise UserError(f"{path} has nothing to show. {status}")
     if missing:
@@ -84,14 +87,20 @@ def read_run(directory) -> RunData:
             f"{path} was made by another version: its result.json has no {min(missing)}. git.txt "
             "names the commit."
         )
-    try:
-        rows, rounds = rows_of(path, kind, result["task"])
-    except KeyError as error:
-        raise UserError(f"{path} cannot be shown: one of its rows has no {error}.") from None
+    rows, rounds = rows_of(path, kind, result["task"])
     if not rows:
         raise UserError(f"{path} has no finished {NOUNS[kind]}: nothing to show. {status}")
     scale = {key: result[key] for key in SCALE}
     return RunData(path, kind, result["task"], config, rows, rounds, result, fingerprint, **scale)
+
+
+@contextmanager
+def all_keys(path: Path):
+    """Raises UserError if the block misses a key in a row of the run."""
+    try:
+        yield
+    except KeyError as error:
+        raise UserError(f"{path} cannot be shown: one of its rows has no {error}.") from None
 
 
 def has_rows(path: Path) -> bool:
@@ -100,11 +109,12 @@ def has_rows(path: Path) -> bool:
 
 
 def rows_of(path: Path, kind: str, task: str) -> tuple[list[dict], list[dict]]:
-    """The rows and the rounds of a run, see RunData. KeyError: a row lacks this key."""
+    """The rows and the rounds of a run, see RunData."""
     rows = read_rows(path / "metrics.jsonl")
     if kind == "search":
         nodes = read_rows(path / "journal.jsonl")
-        return [node_row(node, task) for node in nodes], rows
+        with all_keys(path):
+            return [node_row(node, task) for node in nodes], rows
     if kind == "evaluation":
         return read_all(episode_files(path)), []
     return rows, []
@@ -208,25 +218,28 @@ def episode_items(path: Path, name: str = "") -> list[dict]:
     the test part if it was scored.
     """
     rows = read_rows(path)
-    items = []
-    for index, row in enumerate(rows):
-        score = row["score"] or {"value": None, "stderr": None, "message": row["fault"]}
-        test = row.get("test_score")
-        item = {
-            "id": name if len(rows) == 1 else f"{name}/{index}",
-            "score": score["value"],
-            "test_score": test["value"] if test else None,
-            "is_tested": bool(test),
-            "improvement": row["test_improvement" if test else "improvement"],
-            "stderr": (test or score)["stderr"],
-            "position": (test or score).get("position"),
-            "tokens": row["reply_tokens"],
-            "error": joined(score["message"], score.get("grader_output")),
-            "when": name,
-            "advantages": advantages_of(row["turns"]),
-        }
-        items.append(with_outcome(row | item))
-    return items
+    with all_keys(path.parents[1]):
+        return [episode_item(row, name, index, len(rows)) for index, row in enumerate(rows)]
+
+
+def episode_item(row: dict, name: str, index: int, size: int) -> dict:
+    """The transcript in one row of a file of this size."""
+    score = row["score"] or {"value": None, "stderr": None, "message": row["fault"]}
+    test = row.get("test_score")
+    item = {
+        "id": name if size == 1 else f"{name}/{index}",
+        "score": score["value"],
+        "test_score": test["value"] if test else None,
+        "is_tested": bool(test),
+        "improvement": row["test_improvement" if test else "improvement"],
+        "stderr": (test or score)["stderr"],
+        "position": (test or score).get("position"),
+        "tokens": row["reply_tokens"],
+        "error": joined(score["message"], score.get("grader_output")),
+        "when": name,
+        "advantages": advantages_of(row["turns"]),
+    }
+    return with_outcome(row | item)
 
 
 def node_items(id: str, nodes: dict[str, dict], directory: Path) -> list[dict]:

@@ -227,12 +227,13 @@ ROUNDS = (
 ON_TERMINAL = 8
 
 
-def rounds(run: RunData, columns: int | None = ON_TERMINAL) -> str:
-    """A line for each round of a search that learns; "" of other runs. columns: None for all."""
-    return aligned(round_rows(run, columns)) if run.rounds else ""
+def rounds(run: RunData) -> str:
+    """A line for each round of a search that learns; "" of other runs."""
+    return aligned(round_rows(run, ON_TERMINAL)) if run.rounds else ""
 
 
 def round_rows(run: RunData, columns: int | None = None) -> list[dict]:
+    """The first columns of the rounds; all of them without a number."""
     return [{key: row.get(key) for key in ROUNDS[:columns]} for row in run.rounds]
 
 
@@ -550,15 +551,16 @@ def final_table(result: dict, limit: int | None = None) -> str:
     other runs. result: of result.json.
     """
     rows, lines = final_rows(result)
-    texts = [lines[0], aligned(rows, limit), *lines[1:]] if rows else lines
-    return "\n".join(texts)
+    if rows:
+        lines.insert(1, aligned(rows, limit))
+    return "\n".join(lines)
 
 
 def final_rows(result: dict) -> tuple[list[dict], list[str]]:
     """The rows of final_table(), and sentences about them: the first stands above it."""
     final = result.get("final")
     if not final:
-        return [], by_task(result) if " " in result["task"] else []
+        return by_task(result, "score") if " " in result["task"] else [], []
     best, untrained = final["best"], final["untrained"]
     metric = result["metric"] if "score_mean" in best else "score"
     rows, marks = [], []
@@ -584,22 +586,23 @@ def final_rows(result: dict) -> tuple[list[dict], list[str]]:
         *marks,
     ]
     if "test_value_mean" in best:
-        lines += [f"best adapter on the test part: {text}" for text in by_task(best, metric)]
+        for row in by_task(best, metric):
+            rows.append(row | {"adapter": f"best, test part ({row['task']})"})
     if final["best_is_untrained"]:
         lines.append("best is the untrained adapter: no evaluation during training was better.")
     return rows, lines
 
 
-def by_task(facts: dict, metric: str = "score") -> list[str]:
-    """A line for all episodes, and one for each of several tasks; on the test part if it was
+def by_task(facts: dict, metric: str) -> list[dict]:
+    """A row for all episodes, and one for each of several tasks; on the test part if it was
     scored.
     """
     part = "test_" if "test_value_mean" in facts else ""
-    lines = []
+    rows = []
     for key in facts:
         task, found, _ = key.partition(f"{part}value_mean")
         if found:
             prefix = task + part
             own = {name.removeprefix(prefix): facts[name] for name in facts if prefix in name}
-            lines.append(f"{task.replace('.', ' ')}{summary_text(own, metric)}")
-    return lines
+            rows.append({"task": task.rstrip(".") or "all"} | columns([own], metric))
+    return rows

@@ -123,6 +123,10 @@ def bare_trainer():
     torch.manual_seed(0)
     with torch.device(size_of("cuda", "cpu")):
         base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name, p in base.named_parameters():
+            if "norm" in name:  # a trained one is not 1
+                p.uniform_(0.5, 1.5)
     trainer = Trainer(base, dict(LORA), 1.0)
     move_adapter(trainer, 1e-2)
     return trainer
@@ -196,7 +200,7 @@ def use_peft(trainer, on: bool = True) -> None:
     trainer.hidden_states = autocast(trainer.hidden_states)
 
 
-def thin_first(ctx, x, weight, bias, a, b, scale):
+def thin_first(ctx, x, weight, bias, a, b, scale, is_unused):
     """LoRA's part first; the base product adds to it in its epilogue."""
     a, b = a.to(x.dtype), b.to(x.dtype)
     reduced = x @ a.T
@@ -230,7 +234,21 @@ def norms(trainer, on: bool) -> None:
         fuse_norms(trainer.model)
 
 
-MENDS = {"varlen": varlen, "norms": norms}  # in the product
+def down_proj(trainer, on: bool) -> None:
+    """The last product of a layer is not repeated."""
+    from flatlab.model import packing
+
+    packing.last_product = ORIGINAL["down_proj"] if on else lambda layer: None
+
+
+def head(trainer, on: bool) -> None:
+    """Chunks of whole tiles of logits."""
+    from flatlab.model import memory
+
+    memory.TILE = 128 if on else 1
+
+
+MENDS = {"varlen": varlen, "norms": norms, "down_proj": down_proj, "head": head}  # in the product
 IDEAS = {"order": order, "peft": use_peft, "compiled": compile_layers}  # not yet measured
 ORIGINAL = {}  # what a switch replaces
 
@@ -239,6 +257,7 @@ def remember() -> None:
     from flatlab.model import packing
 
     ORIGINAL["order"] = packing.LoraProduct.forward
+    ORIGINAL["down_proj"] = packing.last_product
 
 
 # ---- parts: each yields rows (what, value, note)
@@ -316,14 +335,14 @@ def lengths():
 
 
 def stream(own: bool):
-    """Engine steps beside updates in the trainer's thread, on one CUDA stream or on two."""
+    """Engine steps beside updates in the trainer's thread, on two CUDA streams or on one."""
     import torch
 
     from flatlab.train.job import in_trainer
 
-    if own and check.has_gpu():
-        torch.cuda.set_stream(torch.cuda.Stream(priority=-1))
     policy = check.make_policy(model_path())
+    if check.has_gpu() and not own:
+        torch.cuda.set_stream(torch.cuda.default_stream())
     batch = check.update_batch(policy)
     steps, plain_step = [], policy.step_engine
 
@@ -357,7 +376,7 @@ def stream(own: bool):
         note += f"{both / (count * learn + alone):.2f} of taking turns"
         return f"{1000 * median(steps or [0]):.1f} ms", note
 
-    name = "a stream of the engine's own" if own else "the product's stream"
+    name = "a stream of the engine's own" if own else "one stream"
     yield f"engine step beside updates, {name}", *asyncio.run(go())
     found = asyncio.run(policy.verify())["random adapter"]
     yield (
@@ -620,11 +639,9 @@ def trl():
     if done.returncode:
         raise RuntimeError(last_error(done.stderr))
     for line in done.stdout.splitlines():
-        if "TRL" in line or "ours" in line:
-            _, what, value, note, _ = (
-                line.split(" | ") if line.count(" | ") > 3 else ("", line, "", "", "")
-            )
-            yield f"step of TRL: {what}", value, note
+        cells = line.strip("| ").split(" | ")
+        if len(cells) == 3 and "in its process" in line:
+            yield f"step of TRL beside ours: {cells[0]}", *cells[1:]
 
 
 CACHE = {
@@ -637,8 +654,8 @@ ALONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "CRITICAL"
 PARTS = {
     "update": (update, {}),
     "lengths": (lengths, {}),
-    "stream": (partial(stream, own=False), {}),
-    "stream-own": (partial(stream, own=True), {}),
+    "stream": (partial(stream, own=True), {}),
+    "one-stream": (partial(stream, own=False), {}),
     "sync": (sync, {}),
     "decode": (decode, {}),
     "decode-v1": (decode, {"VLLM_USE_V2_MODEL_RUNNER": "0"}),
