@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench.measure import PROJECT, this_machine
 
-TASK = ["--task", "titanic", "--backend", "local", "--model", "tiny"]
+TASK = ["--task", "titanic", "--model", "tiny"]
 SCRIPTS = {
     "grpo.py": ["--steps", "1", "--eval-episodes", "0"],
     "search.py": ["--nodes", "1"],
