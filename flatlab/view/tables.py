@@ -587,7 +587,8 @@ def final_rows(result: dict) -> tuple[list[dict], list[str]]:
     ]
     if "test_value_mean" in best:
         for row in by_task(best, metric):
-            rows.append(row | {"adapter": f"best, test part ({row['task']})"})
+            which = f" ({row['task']})" if " " in result["task"] else ""
+            rows.append(row | {"adapter": f"best, test part{which}"})
     if final["best_is_untrained"]:
         lines.append("best is the untrained adapter: no evaluation during training was better.")
     return rows, lines
