@@ -613,7 +613,8 @@ BAD_INPUT = {
     "--seed 0 -1": "--seed must be from 0 to 4294967295, not -1",
     "--seed 0 0": "--seed has a value twice",
     "--select ucb --rule-args tau=1": "rule ucb has no 'tau'; it has drafts, c",
-    "--model x --url localhost:8/v1": "its scheme in front: --url http://localhost:8/v1",
+    "--model x --url localhost:8/v1": "an address with its scheme, as http://localhost:8000/v1",
+    "--model x --url me:secret@localhost:8/v1": "an address with its scheme, as http://local",
 }
 
 

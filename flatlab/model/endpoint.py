@@ -67,8 +67,6 @@ def check_url(url: str) -> None:
     """Raises UserError if nothing answers within 5 seconds."""
     import httpx
 
-    if not url.startswith(("http://", "https://")):
-        raise UserError(f"--url {shown(url)} needs its scheme in front: --url http://{shown(url)}")
     go_around_proxies()
     try:
         httpx.get(url, timeout=5)

@@ -15,6 +15,7 @@ values. RESUMABLE names the options that may change when a run goes on. complete
 config.
 """
 
+import re
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
@@ -70,6 +71,8 @@ def complete(cfg, check: Callable = no_check) -> ModelPath | None:
     that are wrong.
     """
     url = getattr(cfg, "url", None)  # grpo.py and sft.py have none
+    if url and not re.fullmatch(r"https?://\S+", url):  # not quoted: it may hold a password
+        raise UserError("--url needs an address with its scheme, as http://localhost:8000/v1.")
     if url and not cfg.model.model:
         raise UserError("--url needs --model: the name that the endpoint knows.")
     keep_choices(cfg)
