@@ -125,7 +125,8 @@ def run_answer(run: RunData) -> str:
     if final["best_is_untrained"]:
         text = "No adapter was better than the untrained one"
     if "test_value_mean" in best:
-        text += f", test part {best['test_value_mean']:+.4f}"
+        value = plus_minus(best["test_value_mean"], best.get("test_value_stderr"), "+")
+        text += f"; its value on the test part is {value}"
     return f"{text}."
 
 
@@ -572,11 +573,14 @@ def final_rows(result: dict) -> tuple[list[dict], list[str]]:
             label += " !"
             shares = f"{untrained['valid_share']:.0%} to {facts['valid_share']:.0%}"
             marks.append(f"! {name}: the share of valid submissions fell from {shares}.")
+        difference = cell([facts], "difference", "+")
+        if name == "best" and final["best_is_untrained"]:
+            difference = "the same adapter"
         rows.append(
             {
                 "adapter": label,
                 **columns([facts], metric),
-                "difference to the untrained": cell([facts], "difference", "+"),
+                "difference to the untrained": difference,
                 "pairs": facts.get("difference_n", "-"),
             }
         )
