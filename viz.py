@@ -63,11 +63,15 @@ FACTS = (
 
 
 def show(item: dict) -> str:
-    """One transcript: all that the agent read and said."""
+    """One transcript: the programs of a node, then all that the agent read and said."""
     lines = [f"{item['id']}  {score_text(item)}"]
     for key in FACTS:
         if item.get(key) not in (None, ""):
             lines.append(f"{key:14} {item[key]}")
+    for name, text in item.get("code", {}).items():
+        lines.append(f"\n── {name}\n{text}")
+    if item.get("diff"):
+        lines.append(f"\n── difference to the parent's code\n{item['diff']}")
     for key, title in (("system", "system message"), ("prompt", "first message")):
         if item.get(key):
             lines.append(f"\n── {title}\n{indented(item[key])}")
@@ -75,8 +79,6 @@ def show(item: dict) -> str:
         facts = f"{turn['status']}   {turn['seconds_env']:.1f} s"
         lines.append(f"\n── {number} of {len(item['turns'])}   {facts}")
         lines += [turn["reply"], indented(observed(turn))]
-    if item.get("diff"):
-        lines.append(f"\n── difference to the parent's code\n{item['diff']}")
     return "\n".join(lines)
 
 
