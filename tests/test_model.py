@@ -417,8 +417,8 @@ def test_layers_of_peft_keep_no_copies_in_fp32():
 
 @pytest.mark.slow
 def test_compiled_layers_share_their_code(monkeypatch):
-    """Otherwise each would be compiled for itself, and from the ninth on none. Recomputed layers cannot
-    be compiled.
+    """Otherwise each would be compiled for itself, and from the ninth on none. Recomputed layers
+    cannot be compiled.
     """
     monkeypatch.setattr(torch._dynamo.config, "disable", False)
     trainer = gpu.bare_trainer()
