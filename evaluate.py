@@ -3,7 +3,7 @@
     python evaluate.py --task titanic                                          the stand-in model
     python evaluate.py --task titanic --model logs/grpo-titanic-tiny-0/best    a trained adapter
     python evaluate.py --task titanic --url http://localhost:8000/v1 --model Qwen/Qwen3-8B
-    python evaluate.py --suite builtin --model tiny logs/my-run/best   a suite, two models
+    python evaluate.py --suite builtin --model tiny logs/my-run/best           a suite, two models
     python viz.py logs/evaluate-*                                              compare them
 
 The same command again resumes an evaluation. Every episode has a sandbox of its own and a seed that
@@ -211,7 +211,8 @@ def evaluate_model(cfgs: list[Config], model, roots: dict | None) -> list[Path]:
     may_lack = None if roots is None else left_out
     stand_in = bool(model and model.stand_in)
     tasks = env.open_tasks(first.tasks, first.sandbox, stand_in, may_lack, roots)
-    first.tasks.task = tuple(task.name for task in tasks)  # of all seeds
+    names = first.tasks.task  # of all seeds
+    first.tasks.task = tuple(name for name in names if name not in left_out)
     directories = []
     policy = None  # one engine for all seeds
     for cfg in cfgs:

@@ -310,6 +310,13 @@ def test_several_tasks_take_turns(here, played):
     assert played.seeds == [2 * evaluate.FIRST_SEED + i for i in range(4)]
 
 
+def test_config_yaml_has_the_names_of_tasks_as_they_were_given(here, played, monkeypatch):
+    Path("module_of_mine.py").write_text("from tasks import load_task\n")
+    monkeypatch.syspath_prepend(".")
+    assert here("--task module_of_mine:titanic --name a --episodes 1")[0] == 0
+    assert read_mapping(Path("logs/a/config.yaml"))["task"] == ["module_of_mine:titanic"]
+
+
 def test_seeds_are_runs_on_one_engine_and_are_compared(here, played):
     code, out, _ = here("--task titanic --name a --episodes 2 --seed 1 2")
     assert code == 0
