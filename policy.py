@@ -303,6 +303,7 @@ class Trainer:
 
         self.temperature = temperature
         self._reference = None  # tensors of set_reference
+        self.recomputed = 0  # layers, see recompute_layers
         self.room = 0.0  # bytes for a pass, from fit_micro_tokens; 0: no layer is recomputed for it
         config = LoraConfig(**lora, lora_dropout=0.0, task_type="CAUSAL_LM")
         self.model = get_peft_model(base, config)
@@ -364,6 +365,7 @@ class Trainer:
 
         from flatlab.model.packing import recomputed_forward
 
+        self.recomputed = count
         # gradient_checkpointing_enable() works in training mode only, where some layers drop out.
         layers = [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer)]
         for number, layer in enumerate(layers):
@@ -411,7 +413,9 @@ class Trainer:
 
         if self.room and torch.is_grad_enabled():
             tokens = row_tokens(batch, self.packs)
-            self.recompute_layers(memory.layers_to_recompute(tokens, self.sizes, self.room))
+            count = memory.layers_to_recompute(tokens, self.sizes, self.room)
+            if count != self.recomputed:
+                self.recompute_layers(count)
         inner = self.model.get_base_model().base_model
         device = self.model.device.type
         return hidden_states(inner, batch, device, self.packs, self.uses_varlen)
