@@ -266,6 +266,7 @@ def read_reply() -> str:
 
 
 def is_closed(reply: str) -> bool:
+    """Returns whether a block of the reply has ended."""
     try:
         return any(block.is_closed for block in find_blocks(reply))
     except ValueError:  # too much for bash to look at, which the step will say

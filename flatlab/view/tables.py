@@ -407,25 +407,24 @@ def answer(groups: list[RunGroup]) -> str:
         values = " and ".join(plus_minus(mean_value(group), None, "+") for group in (best, other))
         pairs = counted(len(pairs), "paired seed")
         return f"{names}: {values}; {pairs}: too few for an interval."
-    mean, error = fmean(pairs), standard_error(pairs)
-    low, high = interval(mean, error, len(pairs))
+    low, high = interval(pairs)
     verdict = f"{names} do not differ"
     if low > 0:
         verdict = f"{best.label} is better than {other.label}"
     elif high < 0:
         verdict = f"On the common seeds {best.label} is worse than {other.label}"
     return (
-        f"{verdict}: {plus_minus(mean, error, '+')}, 95 % interval {low:+.4f} to {high:+.4f}, "
+        f"{verdict}: {mean_or_each(pairs, '+')}, 95 % interval {low:+.4f} to {high:+.4f}, "
         f"{len(pairs)} paired seeds."
     )
 
 
-def interval(mean: float, error: float, n: int) -> tuple[float, float]:
-    """The 95 % interval of a mean of n values by Student's t."""
+def interval(values: list[float]) -> tuple[float, float]:
+    """The 95 % interval of the mean of these values by Student's t."""
     from scipy.stats import t
 
-    half = t.ppf(0.975, n - 1) * error
-    return mean - half, mean + half
+    half = t.ppf(0.975, len(values) - 1) * standard_error(values)
+    return fmean(values) - half, fmean(values) + half
 
 
 def rows_of(groups: list[RunGroup]) -> list[dict]:
@@ -492,7 +491,7 @@ def difference(group: RunGroup, best: RunGroup) -> str:
     if pairs := paired(group, best):
         facts = f"{len(pairs)} paired"
         if len(pairs) >= FEW_SEEDS:
-            low, high = interval(fmean(pairs), standard_error(pairs), len(pairs))
+            low, high = interval(pairs)
             facts += f", 95 %: {low:+.4f} to {high:+.4f}"
         return f"{mean_or_each(pairs, '+')} ({facts})"
     if not (values_of(group) and values_of(best)):
