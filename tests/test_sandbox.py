@@ -2,11 +2,9 @@
 what a task needs of them: network, caches, large files and packages in an image.
 """
 
-import io
 import os
 import pwd
 import re
-import shlex
 import shutil
 import signal
 import socket
@@ -915,9 +913,9 @@ def needy(tmp_path):
 def test_the_message_about_missing_packages_has_the_dockerfile(needy):
     with user_error("lacks: flatlab_one. This makes an image") as raised:
         Env(needy, SandboxOptions("docker", image=WITH_WHEEL)).reset()
-    folder, text = re.search("--file - (.*) <<'END'\n(.*)END", str(raised.value), re.DOTALL).groups()
-    Path(folder, "Dockerfile").write_text(text)
-    list(docker_api().build(folder, WITH_PACKAGE, forcerm=True, network_mode="none"))
+    found = re.search("--file - (.*) <<'END'\n(.*)END", str(raised.value), re.DOTALL)
+    Path(found[1], "Dockerfile").write_text(found[2])
+    list(docker_api().build(found[1], WITH_PACKAGE, forcerm=True, network_mode="none"))
     with Env(needy, SandboxOptions("docker", image=WITH_PACKAGE)) as world:
         world.reset()
         assert do(world, "python3 -c 'import flatlab_one'").status == "ok"
