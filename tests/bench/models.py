@@ -87,6 +87,9 @@ def coder():
     return final
 
 
+PRETRAINED = {"smollm2": smollm2, "coder": coder}
+
+
 # ---- sync
 
 LARGER = {

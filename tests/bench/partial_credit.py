@@ -1,14 +1,18 @@
-"""grpo.py with a reward for failures, too: what the sandbox saw of them. See first_submission.py.
+"""grpo.py with a reward for failures, too: for what the sandbox saw. See bench/learning.py.
 
 A valid submission has its improvement from -1 to 1, and every failure is below: -2, and SIGN more
 for each of SIGNS that the sandbox showed. No word of the agent counts. For tasks with data.
 """
 
-import asyncio
+import sys
 from functools import partial
+from pathlib import Path
 
-import grpo
-from flatlab.world.episode import in_thread, play
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import grpo  # noqa: E402
+from flatlab.runs.cli import one_sentence  # noqa: E402
+from flatlab.world.episode import in_thread, play  # noqa: E402
 
 SIGN = 0.15
 RAN = {"ok", "error", "timeout"}  # statuses of replies whose commands were run
@@ -65,4 +69,4 @@ def rewards_of(group, cfg):
 
 if __name__ == "__main__":
     grpo.rewards_of = rewards_of
-    grpo.main(train=partial(grpo.train, play=play_and_look))
+    one_sentence(lambda: grpo.main(train=partial(grpo.train, play=play_and_look)))
