@@ -17,7 +17,8 @@ from bench.models import PRETRAINED
 
 FIRST_SEED = -(10**13)  # no training and no evaluation plays these episodes
 TURNS = 3
-REPLY_TOKENS = 192
+REPLY_TOKENS = 160
+IN_FLIGHT = 64
 BLOCK = """\
   ```bash
   ls -l
@@ -44,39 +45,45 @@ VARIANTS = {
 
 def first_submission(args):
     """A row per task and variant, or those of --only. --model: smollm2, coder or any other."""
+    folder = Path("logs", f"first-submission-{args.model}-{args.seeds}")
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = {}
+    for task in TASKS:
+        for variant in args.only.split(",") if args.only else VARIANTS:
+            wanted[task, variant] = folder / f"{task}, {variant}.jsonl"
+    missing = {key: file for key, file in wanted.items() if not file.exists()}
+    if missing:
+        asyncio.run(play_all(missing, args))
+    rows = []
+    for (task, variant), file in wanted.items():
+        episodes = [json.loads(line) for line in file.read_text().splitlines()]
+        rows.append((f"{task}, {variant}", *described(episodes)))
+    return f"{args.model}, at most {TURNS} replies of {REPLY_TOKENS} tokens", rows
+
+
+async def play_all(missing, args):
+    """--count episodes of each variant; a file is written when all of its episodes have ended."""
     from flatlab.model.path import resolve_model
     from flatlab.options import ModelOptions
     from policy import Policy
 
-    folder = Path("logs", f"first-submission-{args.model}-{args.seeds}")
-    policy = None
-    rows = []
-    for task in TASKS:
-        for variant in args.only.split(",") if args.only else VARIANTS:
-            file = folder / f"{task}, {variant}.jsonl"
-            if not file.exists():
-                if not policy:
-                    name = PRETRAINED[args.model]() if args.model in PRETRAINED else args.model
-                    options = ModelOptions(context=2048, temperature=0.7)
-                    path = resolve_model(str(name))
-                    policy = Policy(path, options, max_batch=args.count, trains=False)
-                episodes = asyncio.run(play_all(policy, task, variant, folder, args))
-                file.write_text("".join(json.dumps(e.to_dict()) + "\n" for e in episodes))
-            played = [json.loads(line) for line in file.read_text().splitlines()]
-            rows.append((f"{task}, {variant}", *described(played)))
-    return f"{args.model}, at most {TURNS} replies of {REPLY_TOKENS} tokens", rows
+    name = PRETRAINED[args.model]() if args.model in PRETRAINED else args.model
+    options = ModelOptions(context=2048, temperature=0.7)
+    policy = Policy(resolve_model(str(name)), options, max_batch=IN_FLIGHT, trains=False)
+    slots = asyncio.Semaphore(IN_FLIGHT)
+    jobs = [play_variant(policy, slots, *key, file, args) for key, file in missing.items()]
+    await asyncio.gather(*jobs)
 
 
-async def play_all(policy, name, variant, folder, args):
-    """--count episodes of a variant, all in flight at once, without those whose sandbox broke."""
+async def play_variant(policy, slots, name, variant, file, args):
+    """Episodes whose sandbox broke are left out."""
     import env
     from flatlab.options import EpisodeOptions
     from flatlab.world.episode import act_bash, play, run_episode
     from tasks import load_task
 
     block, runs_python = VARIANTS[variant]
-    folder.mkdir(parents=True, exist_ok=True)
-    prompts = folder / f"{variant}.yaml"
+    prompts = file.with_suffix(".yaml")
     shipped = Path(PROJECT, "configs/prompts/agent.yaml").read_text()
     prompts.write_text(shipped.replace(BLOCK, block))
     options = EpisodeOptions(TURNS, REPLY_TOKENS, 128, prompts=str(prompts))
@@ -85,11 +92,12 @@ async def play_all(policy, name, variant, folder, args):
 
     async def one(number):
         seed = FIRST_SEED * (1 + int(args.seeds)) + number
-        async with env.Env(task, "local", seed) as world:
+        async with slots, env.Env(task, "local", seed) as world:
             return await run_episode(world, policy, options, seed, play=loop)
 
     episodes = await asyncio.gather(*map(one, range(args.count)))
-    return [episode for episode in episodes if episode.score]
+    rows = [json.dumps(episode.to_dict()) + "\n" for episode in episodes if episode.score]
+    file.write_text("".join(rows))
 
 
 def act_program(env, reply, timeout):
