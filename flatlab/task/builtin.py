@@ -1,7 +1,5 @@
 """Built-in tasks: configs/tasks/<name>/task.yaml. Its folder's name is the task's name."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checks a task: does the grader work, and what do trivial baselines score?"""
 
-from __future__ import annotations
-
 import runpy
 from collections.abc import Iterator
 from contextlib import suppress

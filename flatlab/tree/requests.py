@@ -5,8 +5,6 @@ A `node` is a search node or anything with the same fields (idea, score, op, val
 error, decision); `prompts` are the Prompts of the file.
 """
 
-from __future__ import annotations
-
 import copy
 import html
 import json
