@@ -757,7 +757,7 @@ def check_before_a_run(task):
 @pytest.mark.parametrize(
     "old, new, said",
     [
-        (",selection,", ",selectoin,", "no row has the part selection; the parts are selectoin"),
+        (",selection,", ",selectoin,", "rows of the part selectoin, but the splits are"),
         (",selection,", ",test,", "no row has the part selection"),
         (",test,0", ",spare,0", "rows of the part spare.*add it to `splits`"),
         (",test,", ",", "line 3 has 2 values, not id, part and target"),
@@ -795,7 +795,7 @@ def test_the_grader_gets_the_metric_of_the_task(titanic_copy, given):
 @pytest.mark.parametrize(
     "metric, values, said",
     [
-        ("log_loss", "yn", "answers.csv of task titanic: an answer must be 0 or 1 for log_loss"),
+        ("log_loss", "yn", "answers.csv: an answer must be 0 or 1 for log_loss"),
         ("roc_auc", "12", "must be 0 or 1 for roc_auc"),
         ("f1", ["0", "1.0"], "must be 0 or 1 for f1"),
         ("f1", "00", "f1 needs different answers"),
@@ -817,7 +817,7 @@ def test_answers_that_a_metric_cannot_use(titanic_copy, metric, values, said):
     with user_error(said):
         check_before_a_run(load_task("titanic"))
     (titanic_copy / "answers.csv").write_text("\n".join([*rows, rows[-1]]))
-    with user_error("answers.csv of task titanic: id 11 is there twice"):
+    with user_error("answers.csv: id 11 is there twice"):
         check_before_a_run(load_task("titanic"))
 
 
