@@ -61,9 +61,9 @@ def check_table(task: Task) -> None:
     """
     grader = task.hidden.get("grade_csv.py")
     rules = runpy.run_path(str(grader)) if grader and "answers.csv" in task.hidden else {}
-    if "METRICS" not in rules:  # also for a grader of the user with this name
+    metrics = rules.get("METRICS")
+    if not metrics:  # also for a grader of the user with this name
         return
-    metrics = rules["METRICS"]
     if task.metric not in metrics:
         known = nearest(task.metric, sorted(metrics))
         raise UserError(f"Task {task.name}: unknown metric {task.metric!r}; {known}.")
