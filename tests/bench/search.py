@@ -6,9 +6,6 @@ One factor is changed at a time, from mode none and rule bfs. Trees are compared
 their selected node, paired by seed. A tree runs one node at a time, so that rules know all earlier
 scores and a tree exceeds its tokens by at most one request; --jobs is the number of trees at a
 time. Trees are in logs/ of this folder; a finished one is read and not grown again.
-
-The stand-in of autocorrelation is made before: python tools/make_tiny.py --tasks autocorrelation
---out logs/tiny-autocorrelation
 """
 
 import asyncio
@@ -37,7 +34,7 @@ TOKENS = {  # of a tree, about 14 nodes of START
     "erdosOverlap": 1200,
     "autocorrelation": 1200,
 }
-OWN_MODELS = {"autocorrelation": "logs/tiny-autocorrelation"}  # in place of the stand-in
+OWN_MODELS = {"autocorrelation": "logs/tiny-autocorrelation"}  # the stand-in does not know it
 PICTURE = PROJECT / "docs/pictures/search-modes.png"
 
 
@@ -51,16 +48,9 @@ def search(args):
     cells = [cell for cell in CELLS if {*cell} <= {*START, *only}]
     models = {task: model_of(task, args.model) for task in tasks}
     for model in dict.fromkeys(models.values()):
-        jobs = []
-        for seed in seeds:
-            for task in tasks:
-                jobs += [(task, *cell, seed) for cell in cells if models[task] == model]
-        left = [job for job in jobs if result_of(run_name(model, *job)).get("status") != "finished"]
-        print(f"{model}: {len(left)} of {len(jobs)} trees are left", file=sys.stderr, flush=True)
-        if left:
-            order = json.dumps({"model": model, "trees": left, "jobs": args.jobs})
-            command = [sys.executable, "-m", "bench.search", order, *args.flags.split()]
-            subprocess.run(command, env=ENVIRONMENT, check=True)
+        own_tasks = [task for task in tasks if models[task] == model]
+        jobs = [(task, *cell, seed) for seed in seeds for task in own_tasks for cell in cells]
+        grow_left(model, jobs, args)
     frame = table_of(models, cells, seeds)
     compared = comparisons(frame, tasks, cells)
     path = PICTURE if args.write else Path("logs", PICTURE.name)
@@ -72,6 +62,21 @@ def search(args):
         "95 % t interval over seeds; p by a paired t test, after Holm"
     )
     return headline, rows_of(frame, compared, tasks, cells)
+
+
+def grow_left(model, jobs, args):
+    """Grows the trees that are not finished: (task, mode, rule, seed) of each."""
+    left = [job for job in jobs if result_of(run_name(model, *job)).get("status") != "finished"]
+    print(f"{model}: {len(left)} of {len(jobs)} trees are left", file=sys.stderr, flush=True)
+    if not left:
+        return
+    for task, own in OWN_MODELS.items():
+        if model == own and not Path(own).exists():
+            make = [sys.executable, PROJECT / "tools/make_tiny.py", "--tasks", task, "--out", own]
+            subprocess.run(make, check=True)
+    order = json.dumps({"model": model, "trees": left, "jobs": args.jobs})
+    command = [sys.executable, "-m", "bench.search", *args.flags.split()]
+    subprocess.run(command, env=ENVIRONMENT, input=order, text=True, check=True)
 
 
 def model_of(task, model):
@@ -298,4 +303,4 @@ def picture_of(compared, tasks):
 
 
 if __name__ == "__main__":
-    grow_all(json.loads(sys.argv[1]), sys.argv[2:])
+    grow_all(json.load(sys.stdin), sys.argv[1:])
