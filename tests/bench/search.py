@@ -178,7 +178,7 @@ def table_of(models, cells, seeds):
 
 
 def tree_row(name):
-    """Numbers of a tree. A strategy is what a node was told, else what it says itself first."""
+    """Numbers of a tree. Its strategies are those that its nodes name first in their replies."""
     result = result_of(name)
     folder = Path("logs", name)
     strategies, timeouts = set(), 0
@@ -195,6 +195,7 @@ def tree_row(name):
         "tokens": result["tokens"],
         "nodes": result["nodes"],
         "faults": result["faults"],
+        "without": result["without_strategy"],
         "timeouts": timeouts,
     }
 
@@ -264,10 +265,13 @@ def rows_of(frame, compared, tasks, cells):
             f"{means.failed:.0%} failed, {means.strategies:.1f} strategies, "
             f"{means.tokens:,.0f} tokens, {means.nodes:.1f} nodes"
         )
-        note = "failed: " + ", ".join(f"{task} {failed[task]:.0%}" for task in tasks)
+        note = "by task: " + ", ".join(f"{task} {failed[task]:.0%}" for task in tasks)
         rows.append((f"{', '.join(cell)}: a tree", text, note))
-    sums = frame[["nodes", "faults", "timeouts"]].sum()
-    note = f"{sums.faults} faults, {sums.timeouts} commands at their time limit"
+    sums = frame[["nodes", "faults", "timeouts", "without"]].sum()
+    note = (
+        f"{sums.faults} faults, {sums.timeouts} commands at their time limit, "
+        f"{sums.without} nodes without the strategy that was asked for"
+    )
     rows.append(("all trees", f"{len(frame)} trees, {sums.nodes:,} nodes", note))
     return rows
 
