@@ -124,7 +124,7 @@ def gain(final: dict | None) -> list[str]:
 
 
 def value_sentences(run: RunData) -> list[str]:
-    """What has which value, and what values mean in the unit of the task."""
+    """Sentences: what has which value, and what values mean in the unit of the task."""
     result = result_of(run)
     if result["what"] == "no valid node":
         return [f"No valid node: {why_none(run)}."]
