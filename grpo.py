@@ -672,7 +672,8 @@ def check(cfg: Config, model) -> None:
 
 def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train, check=check) -> None:
     join()  # before anything touches CUDA: a rank of torchrun sees only its own GPU
-    cfgs, model = start.configs(config_class, script, check)
+    cfgs, model = start.configs(config_class, script)
+    check(cfgs[0], model)
     console.model_line(cfgs[0], model)
     tasks = env.open_tasks(cfgs[0].tasks, cfgs[0].sandbox, model.stand_in)
     jobs = [open_job(cfg, model, tasks) for cfg in cfgs]
@@ -680,8 +681,7 @@ def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train, c
     for cfg, job in zip(cfgs, jobs):
         if not job.finished:
             with start.recorded([job.run], metrics.first_results(tasks, "training")):
-                if job.run:
-                    console.banner(cfg, job.run)
+                console.banner(cfg)
                 policy = policy or load_policy(policy_class, cfg, model, job)
                 policy.reset(cfg.seed)
                 asyncio.run(train(policy, cfg, job))

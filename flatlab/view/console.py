@@ -28,13 +28,13 @@ def model_line(cfg, model) -> None:
     print(f"model    {cfg.model.model}{note}", flush=True)
 
 
-def banner(cfg, run) -> None:
+def banner(cfg) -> None:
     """Prints what a training run is about to do."""
     print(
         f"plan     {counted(cfg.steps, 'step')} x {counted(cfg.groups, 'group')} x "
         f"{counted(cfg.group_size, 'episode')}, "
         f"{cfg.advantage} advantage, {cfg.loss} loss\n"
-        f"run      {viewed(run.dir)}",
+        f"run      {viewed(Path('logs', cfg.name))}",
         flush=True,
     )
 
