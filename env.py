@@ -220,7 +220,7 @@ def open_tasks(
             sandbox.backend, why = pick_backend(sandbox.backend, image, stand_in)
             if not said:
                 said = why
-                print(f"sandbox  {why}", flush=True)
+                print(f"sandbox  {why}")
             resolve_backend(task, sandbox)  # checks what the task needs
             check_grader(task, partial(open_sandbox, task, sandbox))
             tasks.append(task)

@@ -188,7 +188,7 @@ def imitate(policy, transcripts: list[dict], cfg: Config, run) -> None:
     episodes = list(filter(None, made_of))
     if not episodes:
         raise UserError(f"--runs: no episode fits into --context {policy.context}.")
-    print(f"imitate  {counted(len(episodes), 'episode')}, {cfg.updates} updates", flush=True)
+    print(f"imitate  {counted(len(episodes), 'episode')}, {cfg.updates} updates")
     run.update_result(episodes=len(episodes))
     job = TrainingRun(run=run)
     optimizer = policy.make_optimizer(cfg.lr)

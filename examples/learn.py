@@ -114,7 +114,7 @@ async def grow(t: Tree, slots: asyncio.Semaphore, micro_tokens: int) -> None:
         for nodes, group in zip(picked, groups):
             for node, episode in zip(nodes, group.episodes):
                 t.save(node, episode)  # now with its advantages
-        print(console.round_line(row), flush=True)
+        print(console.round_line(row))
     await search.close(t)
 
 
