@@ -1,7 +1,5 @@
 """The machine of a task: its kind of sandbox, an open sandbox, and the software in it."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -4,8 +4,6 @@ configs/prompts/agent.yaml is the file of every model but the stand-in; --prompt
 Arguments: `env` is an Env whose sandbox runs, `options` are EpisodeOptions.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 
