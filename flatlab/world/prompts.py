@@ -124,7 +124,7 @@ def machine_facts(env, options) -> dict:
         "memory_gb": spec.memory / 2**30,
         "is_container": is_container,
         "cores": min(cores, spec.cpus) if is_container else cores,
-        "has_network": env.options.network,
+        "has_network": spec.network,
         "python": python,
         "packages": [(name, packages[name]) for name in PACKAGES if name in packages],
         "package_count": len(packages),
