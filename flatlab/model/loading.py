@@ -53,27 +53,28 @@ def loading(program: str, base: str):
         ) from error
 
 
+class PhaseLines(logging.Handler):
+    """Prints a line with the seconds of each phase of vLLM's start. start: of the first one."""
+
+    def emit(self, record):
+        now = time.monotonic()
+        if name := PHASES.get(record.msg):
+            if now - self.start >= 0.5:
+                print(f"engine   {name} ({now - self.start:.0f} s)")
+            self.start = now
+
+
 @contextlib.contextmanager
 def phases():
-    """Inside, each phase of vLLM's start is printed with its seconds when it ends."""
-    begun = time.monotonic()
-
-    def print_phase(record):
-        nonlocal begun
-        name, seconds = PHASES.get(record.msg), time.monotonic() - begun
-        if name:
-            begun += seconds
-            if seconds >= 0.5:
-                print(f"engine   {name} ({seconds:.0f} s)", flush=True)
-
+    """Inside, each phase of vLLM's start is printed when it ends."""
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging_if_needed
 
     configure_logging_if_needed(LoggingConfig())  # else the engine would, without the handler
     logger = logging.getLogger("vllm")
     logger.setLevel(min(logger.level, logging.INFO))  # its own handler still drops them
-    lines = logging.Handler()
-    lines.emit = print_phase
+    lines = PhaseLines()
+    lines.start = time.monotonic()
     logger.addHandler(lines)
     try:
         yield
