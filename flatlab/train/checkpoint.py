@@ -175,9 +175,9 @@ def final_adapters(job) -> dict[str, tuple[Path, str]]:
     """
     adapters = {}
     if job.run:
-        last = job.run.checkpoints()[-1][1]
-        folders = {"untrained": job.run.dir / "untrained", "last": last}
-        folders["best"] = job.run.dir / "best"
+        untrained = job.run.dir / "untrained"
+        made = [untrained, *(folder for _, folder in job.run.checkpoints())]
+        folders = {"untrained": untrained, "last": made[-1], "best": job.run.dir / "best"}
         for name, folder in folders.items():
             adapters[name] = folder, content_key(next(folder.glob("*.safetensors")))
     return job.ranks.first(adapters)
