@@ -53,7 +53,8 @@ def first_submission(args):
             wanted[task, variant] = folder / f"{task}, {variant}.jsonl"
     missing = {key: file for key, file in wanted.items() if not file.exists()}
     if missing:
-        asyncio.run(play_all(missing, args))
+        policy = open_policy(args.model)
+        asyncio.run(play_all(policy, missing, args))
     rows = []
     for (task, variant), file in wanted.items():
         episodes = [json.loads(line) for line in file.read_text().splitlines()]
@@ -61,15 +62,18 @@ def first_submission(args):
     return f"{args.model}, at most {TURNS} replies of {REPLY_TOKENS} tokens", rows
 
 
-async def play_all(missing, args):
-    """--count episodes of each variant; a file is written when all of its episodes have ended."""
+def open_policy(name):
     from flatlab.model.path import resolve_model
     from flatlab.options import ModelOptions
     from policy import Policy
 
-    name = PRETRAINED[args.model]() if args.model in PRETRAINED else args.model
+    path = PRETRAINED[name]() if name in PRETRAINED else name
     options = ModelOptions(context=2048, temperature=0.7)
-    policy = Policy(resolve_model(str(name)), options, max_batch=IN_FLIGHT, trains=False)
+    return Policy(resolve_model(str(path)), options, max_batch=IN_FLIGHT, trains=False)
+
+
+async def play_all(policy, missing, args):
+    """--count episodes of each variant; a file is written when all of its episodes have ended."""
     slots = asyncio.Semaphore(IN_FLIGHT)
     jobs = [play_variant(policy, slots, *key, file, args) for key, file in missing.items()]
     await asyncio.gather(*jobs)
