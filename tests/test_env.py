@@ -24,7 +24,7 @@ from flatlab.task.definition import Task
 from flatlab.task.grading import Score
 from flatlab.task.images import found_images
 from flatlab.world import blocks
-from flatlab.world.blocks import CHECKS, extract_action
+from flatlab.world.blocks import extract_action
 from flatlab.world.episode import run_episode
 from helpers import (
     LOCAL,
@@ -162,8 +162,8 @@ def test_bash_reads_a_block_and_runs_nothing(tmp_path, monkeypatch):
     script = f"set +n; touch {file}; trap 'touch {file}' EXIT\ncat <<E\n$(touch {file})\n```\nE"
     assert extract_action(block(script)) == script
     assert not file.exists()
-    readme = "cat > a.md <<'EOF'\n" + "```\nx\n```\n" * 5000 + "EOF"
-    assert extract_action(block(readme)) == readme  # with two calls of bash
+    readme = "cat > a.md <<'EOF'\n" + "```\nx\n```\n" * 49 + "EOF"
+    assert extract_action(block(readme)) == readme
 
 
 def test_a_machine_without_bash_is_one_sentence(monkeypatch):
@@ -684,16 +684,13 @@ def test_folders_of_hidden_files_are_hidden(monkeypatch):
 
 
 def test_an_episode_by_hand_names_each_part(capsys, monkeypatch):
-    code = ["cat > strategy.py <<'X'", "def row_strategy(history):", '    """', "```", '    """']
-    code += ["    return 0", "", "X"]
-    too_much = ["```bash", *["cat <<A", "```", "A"] * CHECKS, "```"]
-    lines = ["```bash", *code, "```", *too_much, "no_such", "validate"]
+    code = ["cat > strategy.py <<'X'", "def row_strategy(history):", "    return 0", "", "X"]
+    lines = ["```bash", *code, "```", "no_such", "validate"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
     env.by_hand("battleOfSexes", TINY_TEXTS, sandbox=SandboxOptions(LOCAL))
     said = capsys.readouterr().out
     for words in (
         "> (no output)\n[ok, ",
-        "> Nothing was run. There are more than 100 fences",
         "[exit code 127]\n[error, ",
         "$ exact Score: 1.4400 (",
         "\n[exact part] exact Score: 1.4400 (",

@@ -22,7 +22,7 @@ from flatlab.errors import UserError
 from flatlab.files import read_mapping
 from flatlab.files import read_rows as rows
 from flatlab.runs import trackers
-from helpers import run_here, segments_of, start
+from helpers import PROJECT, run_here, segments_of, start
 
 SMALL = "--groups 2 --group-size 4 --eval-episodes 2 --concurrency 8 --steps".split()
 A_RUN = [*SMALL, *"2 --model tiny --task titanic --backend local --name a".split()]
@@ -245,6 +245,42 @@ def test_a_run_without_its_checkpoints_is_not_erased(again):
     assert "no checkpoint to continue from" in err
     assert (logs / "metrics.jsonl").read_bytes() == before
     assert len(list((logs / "episodes").glob("0*.jsonl"))) == 2
+
+
+# grpo.py on a slow disk
+SLOW_DISK = f"""
+import sys, time
+sys.path.insert(0, {str(PROJECT)!r})
+from flatlab.runs import store
+import grpo
+to_disk = store.to_disk
+def slow(path):
+    time.sleep(".tmp-" in str(path) and "checkpoints" in str(path))
+    to_disk(path)
+store.to_disk = slow
+grpo.main()
+"""
+
+
+@pytest.mark.slow
+def test_kill_9_while_a_checkpoint_is_written(tmp_path, tiny_model):
+    """The step before counts, and the same command goes on from it."""
+    (tmp_path / "slow.py").write_text(SLOW_DISK)
+    flags = [*SMALL, *"3 --model tiny --task titanic --backend local --name w".split()]
+    logs = tmp_path / "logs" / "w"
+    process = start(tmp_path, *flags, script=tmp_path / "slow.py")
+    while not list(logs.glob("checkpoints/.tmp-*-000001/trainer.pt")):
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    assert [row["step"] for row in rows(logs / "metrics.jsonl")] == [0, 1]
+    assert [folder.name for folder in logs.glob("checkpoints/0*")] == ["000000"]
+    code, out, err = run(tmp_path, *flags)
+    assert code == 0, err
+    assert "resumed after step 0" in out
+    assert [row["step"] for row in rows(logs / "metrics.jsonl")] == [0, 1, 2]
+    assert not list(logs.rglob(".tmp-*"))
 
 
 @pytest.mark.slow
