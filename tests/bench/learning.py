@@ -114,10 +114,9 @@ def pretrained(args):
 
 
 def partial_credit(args):
-    """SmolLM2 without an imitation, rewarded for failures too (partial_credit.py) and not."""
-    flags = f"{PROJECT}/configs/grpo-cpu.yaml --task titanic --model {get_model()}"
+    """SmolLM2 without an imitation, one reply an episode: rewarded for failures too, and not."""
+    flags = f"{PROJECT}/configs/grpo-cpu.yaml --task titanic --model {get_model()} --steps 15"
+    flags += " --max-turns 1 --group-size 16 --eval-episodes 32 --eval-every 15"
     scripts = {"partial": "tests/bench/partial_credit.py", "continuous": "grpo.py"}
-    variants = {}
-    for name in args.only.split(",") if args.only else scripts:
-        variants[f"{name}-titanic"] = f"{scripts[name]} {flags} --steps {args.steps}"
-    return run_all(variants, args)
+    names = args.only.split(",") if args.only else scripts
+    return run_all({f"{name}-titanic": f"{scripts[name]} {flags}" for name in names}, args)
