@@ -30,7 +30,7 @@ from helpers import (
     dead_proxy,
     play_once,
     python,
-    run_here,
+    refuses,
     trained,
 )
 from integrations import agent_program
@@ -283,10 +283,7 @@ BAD_FLAGS = {
 
 def test_bad_flags_are_one_sentence(monkeypatch, capsys):
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
-    for flags, expected in BAD_FLAGS.items():
-        main = agent_program.main
-        code, _, err = run_here(main, *flags.split(), monkeypatch=monkeypatch, capsys=capsys)
-        assert code == 2 and expected in " ".join(err.split()), (flags, err)
+    refuses(agent_program.main, BAD_FLAGS, monkeypatch, capsys)
 
 
 def test_a_request_that_cannot_be_answered_says_why(play_program):

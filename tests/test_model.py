@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import env
@@ -399,39 +398,6 @@ def test_demonstrations_are_scored_can_be_imitated_and_have_the_texts_of_an_epis
     played = asyncio.run(play_once(env.Env(task, LOCAL), FakePolicy("hm"), **options))
     read = {(e["system"], e["prompt"], e["turns"][0]["note"]) for e in episodes}
     assert read == {(played.system, played.prompt, played.turns[0]["note"])}
-
-
-def test_layers_of_peft_keep_no_copies_in_fp32():
-    """Those that bench gpu compares with ours: the update would not fit into a GPU."""
-    trainer = gpu.bare_trainer()
-    batch = gpu.group_of(trainer, [5, 9])
-    ours = gpu.check.one_update(trainer, batch)
-    gpu.use_peft(trainer)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        theirs = gpu.check.one_update(trainer, batch)
-    assert (ours[1] - theirs[1]).norm() < 0.1 * ours[1].norm()
-    sizes = {x.shape[-1] for x in kept if x.dtype == torch.float32 and x.dim() > 1}
-    assert trainer.model.config.intermediate_size not in sizes
-
-
-@pytest.mark.slow
-def test_compiled_layers_share_their_code(monkeypatch):
-    """Otherwise each would be compiled for itself, and from the ninth on none. Recomputed layers
-    cannot be compiled.
-    """
-    monkeypatch.setattr(torch._dynamo.config, "disable", False)
-    trainer = gpu.bare_trainer()
-    layers = trainer.model.get_base_model().model.layers
-    monkeypatch.setattr(type(layers[0]), "forward", type(layers[0]).forward)  # restored at the end
-    gpu.compile_layers(trainer)
-    before = counters["stats"]["unique_graphs"]
-    graphs = []
-    for lengths in ([5, 9], [7, 8], [40, 3]):
-        gpu.check.one_update(trainer, gpu.group_of(trainer, lengths))
-        graphs.append(counters["stats"]["unique_graphs"] - before)
-    assert 0 < graphs[0] < 2 * len(layers)
-    assert len(set(graphs)) == 1
 
 
 @pytest.mark.slow

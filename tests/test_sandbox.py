@@ -499,6 +499,8 @@ REFUSED = {
 
 
 @pytest.mark.fault(24, "links, devices, sockets, sparse files instead of an artefact")
+@pytest.mark.attack("an artefact of 10 GB")
+@pytest.mark.attack("an artefact that is a link, a device, a FIFO, a socket or a folder")
 def test_get_refuses_what_is_not_a_plain_small_file(box):
     for path, (make, why) in REFUSED.items():
         box.run(f"cd {box.workspace}; {make}", 10)
