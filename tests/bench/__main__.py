@@ -1,5 +1,7 @@
 """Measures what the design promises; `--write` also puts the table into tests/BENCHMARKS.md.
 
+    python tests/bench all         the sections in order, until --budget minutes are spent; a second
+                                   call goes on; each writes its table into tests/BENCHMARKS.md
     python tests/bench env         sandboxes: steps, resets, copies, gradings, many episodes;
                                    MLGym's own shell too if $MLGYM_ROOT is a checkout
     python tests/bench soak        1,000 episodes in a row: memory, threads, files, containers
@@ -10,6 +12,7 @@
     python tests/bench engine      tokens per second of the engine with an adapter, three ways
     python tests/bench gpu         experiments on a GPU, for one that is lent; small on a CPU
     python tests/bench sync        the trained adapter into the running engine, two ways
+    python tests/bench learning    the stand-in by grpo.py as it is, on two tasks; half an hour
     python tests/bench objectives  losses and advantages on the built-in tasks; an hour
     python tests/bench pretrained  SmolLM2 imitates, then GRPO, on two tasks; hours
     python tests/bench learned-search  searches that learn against frozen ones; two hours
@@ -22,7 +25,6 @@ A section is a function in SECTIONS that returns (headline, rows); a row is (wha
 
 import argparse
 import os
-import platform
 import sys
 from datetime import date
 from importlib import import_module
@@ -31,7 +33,10 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:1] = [str(TESTS.parent), str(TESTS)]
 
+from bench.campaign import commit_of_code  # noqa: E402
+
 SECTIONS = {
+    "all": "bench.campaign.all_sections",
     "env": "bench.sandboxes.env",
     "soak": "bench.sandboxes.soak",
     "train": "bench.agent.train",
@@ -41,6 +46,7 @@ SECTIONS = {
     "engine": "bench.engine.engine",
     "gpu": "bench.gpu.gpu",
     "sync": "bench.models.sync",
+    "learning": "bench.learning.learning",
     "objectives": "bench.learning.objectives",
     "pretrained": "bench.learning.pretrained",
     "learned-search": "bench.learned_search.learned_search",
@@ -55,7 +61,7 @@ def write(section, command, headline, lines):
     path = TESTS / "BENCHMARKS.md"
     text = path.read_text(encoding="utf-8")
     title = f"\n## {section}\n"
-    about = f"`{command}`, {date.today()}, {platform.machine()}, {headline}"
+    about = f"`{command}`, {date.today()}, commit {commit_of_code()}, {headline}"
     body = "\n".join(lines)
     before, _, rest = text.partition(title)
     _, mark, after = rest.partition("\n## ")
@@ -68,7 +74,7 @@ def main():
         "python tests/bench", description=__doc__, formatter_class=form
     )
     add = parser.add_argument
-    runs = "for objectives, pretrained and learned-search:"
+    runs = "for learning, objectives, pretrained and learned-search:"
     add("section", choices=SECTIONS)
     add("--write", action="store_true", help="write the table into tests/BENCHMARKS.md")
     add("--backend", default="auto", help="for soak")
@@ -86,6 +92,7 @@ def main():
     also = "also for train, agent, engine and growth; for mutants: files"
     add("--only", default="", help=f"{runs} comma-separated variants; {also}")
     add("--waits", default="", help="for agent and ahead: comma-separated kinds of waits")
+    add("--budget", type=float, default=60, help="for all: minutes")
     add("--gpu", action="store_true", help="for agent: the size of a step on a GPU")
     add("--flags", default="", help=f"{runs} more flags of grpo.py")
     args = parser.parse_args()

@@ -33,6 +33,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+from bench.floor import floor
 from bench.measure import (
     compared,
     compete,
@@ -147,11 +148,16 @@ def random_model(folder):
 def rows_of(waits, done):
     rows = []
     work = {(step["calls"], step["trained"]) for steps in done.values() for step in steps}
+    ours = next((steps for steps in done.values() if "engine_floor" in steps[0]), None)
     for name, steps in done.items():
         seconds = [step["seconds"] for step in steps]
         cpu = statistics.median(step["cpu_seconds"] for step in steps)
         last = steps[-1]
         note = f"{cpu:.2f} CPU seconds"
+        if ours:
+            ahead = int(name.removeprefix("ahead")) if name.startswith("ahead") else 0
+            least = statistics.fmean(floor_of(step, ours[0], ahead) for step in steps)
+            note += f"; floor {least:.2f} s, {statistics.median(seconds) / least:.2f} x"
         note += f"; {last['calls']} commands, {last['trained']} of {last['tokens']} tokens trained"
         note += f"; peak memory {last['memory']:.1f} GiB"
         if "sampling" in last:
@@ -182,6 +188,11 @@ def rows_of(waits, done):
     return rows
 
 
+def floor_of(step, ours, ahead):
+    """Seconds that a step needs at least, see floor.py; ours: a result that has its parts."""
+    return floor(step["longest_wait"], ours["engine_floor"], ours["update_floor"], ahead)
+
+
 # ---- a contestant
 
 
@@ -205,6 +216,9 @@ class Work:
         self.waits = []
         for _ in range(steps * EPISODES):
             self.waits.append([WAITS[kind](rng) for _ in range(self.turns - 1)])
+        chains = [sum(waits) for waits in self.waits]
+        longest = [max(chains[i : i + EPISODES]) for i in range(0, len(chains), EPISODES)]
+        self.longest_wait = statistics.fmean(longest)
         self.busy = 0.0  # seconds in steps of the engine
         self.calls = 0
         self.trained = 0
@@ -223,6 +237,7 @@ class Work:
             calls=self.calls,
             trained=self.trained,
             tokens=self.tokens,
+            longest_wait=self.longest_wait,
             memory=peak_bytes("cuda" if GPU else "cpu") / 2**30,
             **parts,
         )
@@ -237,6 +252,7 @@ def run_ours(model, rounds, turns, tokens, variant):
     import torch
 
     import grpo
+    from bench.floor import counting_flops, engine_step_seconds, peak_flops
     from bench.models import make_endless
     from env import Step
     from flatlab import threads
@@ -319,9 +335,18 @@ def run_ours(model, rounds, turns, tokens, variant):
     make_batch = grpo.make_batch
     grpo.make_batch = counted_batch
 
+    update, flops = counting_flops(grpo.update)  # in the first round, which is not measured
+    floors = {}
+
     async def learn(groups):
-        row = await in_trainer(grpo.update, policy, optimizer, groups, cfg, job)
+        call = grpo.update if flops else update
+        row = await in_trainer(call, policy, optimizer, groups, cfg, job)
         policy.sync()
+        if not floors:
+            floors["engine_floor"] = (
+                turns * tokens * await engine_step_seconds(policy, EPISODES, tokens)
+            )
+            floors["update_floor"] = flops[0] / peak_flops(policy.device)
         return row
 
     def start(step):
@@ -334,7 +359,7 @@ def run_ours(model, rounds, turns, tokens, variant):
             groups = await start(step)
             sampling = time.perf_counter() - work.seconds
             row = await learn(groups)
-            work.end(sampling=sampling, difference=row["logprob_diff_max"])
+            work.end(sampling=sampling, difference=row["logprob_diff_max"], **floors)
 
     def measured_engine():
         begin = time.perf_counter()
@@ -370,6 +395,7 @@ def run_ours(model, rounds, turns, tokens, variant):
                 lag=statistics.fmean(lags[FILLING:]),
                 waited=statistics.fmean(waits[FILLING:]),
                 idle=idle,
+                **floors,
             )
 
     engine_step = policy.step_engine

@@ -1,4 +1,4 @@
-"""The sections `objectives` and `pretrained`: whole runs of grpo.py in this folder.
+"""The sections `learning`, `objectives` and `pretrained`: whole runs of grpo.py in this folder.
 
 A run that was finished before is read and not repeated. `python viz.py logs/*` compares them.
 """
@@ -21,7 +21,7 @@ OBJECTIVES = {
     "rloo": "--advantage rloo",
     "ppo": "",
 }
-PRETRAINED = ("battleOfSexes", "titanic")
+TASKS = ("titanic", "battleOfSexes")
 
 
 def trained(name, flags):
@@ -76,10 +76,16 @@ def row_of_run(final):
     return " -> ".join(texts), note
 
 
+def learning(args):
+    """grpo.py with its own defaults on both built-in tasks."""
+    variants = {task: f"--task {task} --model {args.model}" for task in TASKS}
+    return run_all(variants, args)
+
+
 def objectives(args):
     """Every loss and estimator on both built-in tasks, or those of --only, --steps steps."""
     variants = {}
-    for task in ("titanic", "battleOfSexes"):
+    for task in TASKS:
         for name in OBJECTIVES:
             common = f"--task {task} --model {args.model} --steps {args.steps}"
             variants[f"{task}-{name}"] = f"{common} {OBJECTIVES[name]}"
@@ -94,7 +100,7 @@ def pretrained(args):
     fetch = [sys.executable, tools / "get_smollm2.py"]
     model = subprocess.run(fetch, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
     variants = {}
-    for task in PRETRAINED:
+    for task in TASKS:
         if not Path(f"logs/demonstrations-{task}").exists():
             subprocess.run(
                 [sys.executable, tools / "demonstrations.py", "--task", task], check=True
