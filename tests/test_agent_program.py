@@ -176,7 +176,7 @@ ENDS = {
 @pytest.mark.parametrize("how", ENDS)
 def test_however_a_program_ends_its_episode_is_scored_and_no_fault(play_program, how):
     program, status, turns = ENDS[how]
-    minutes = 0.03 if status == "time_limit" else 1
+    minutes = 0.015 if status == "time_limit" else 1
     begin = time.monotonic()
     episode, _ = play_program(program, episode_minutes=minutes)
     assert episode.status == status

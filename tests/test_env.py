@@ -435,10 +435,10 @@ def test_two_episodes_never_see_each_others_files(task, backend):
 @pytest.mark.fault(22, "the agent looks for answers")
 @pytest.mark.attack("reading answers anywhere in the file system")
 def test_hidden_files_are_nowhere_in_the_agents_sandbox(task, backend):
-    """Searches every file in Docker.
+    """Searches every file in Docker, installed packages left out.
 
-    A local sandbox also shows the programs of this machine (10 GB with torch), so there it searches
-    the files of the last ten minutes: the secret is as new as that.
+    A local sandbox also shows the programs of this machine, so there it searches the files of the
+    last ten minutes: the secret is as new as that.
     """
     with Env(replace(task, step_timeout=300.0), backend) as world:
         world.reset()
@@ -447,12 +447,10 @@ def test_hidden_files_are_nowhere_in_the_agents_sandbox(task, backend):
         row = "".join(f"\\x{ord(c):02x}" for c in CANARY)  # the search must not find itself
         do(world, f"printf '{row}' > /tmp/decoy")  # but it does find
         new = "" if backend == "docker" else "-cmin -10"
-        search = (
-            f"find / -path /proc -prune -o -path /sys -prune -o -type f {new} -print0 "
-            f"2>/dev/null | xargs -0 grep -slF -e $(printf '{row}')"
-        )
-        names = "find / -name answers.txt -o -name grade.py 2>/dev/null"
-        assert do(world, f"{search}; {names}; true").observation == "/tmp/decoy"
+        find = r"find / \( -path /proc -o -path /sys -o -name site-packages \) -prune -o"
+        texts = f"{find} -type f {new} -print0 | xargs -0 grep -slF -e $(printf '{row}')"
+        names = rf"{find} \( -name answers.txt -o -name grade.py \) -print"
+        assert do(world, f"({texts}; {names}) 2>/dev/null; true").observation == "/tmp/decoy"
         shown = do(world, "env; cat /proc/*/cmdline /proc/*/environ 2>/dev/null").observation
         assert CANARY[:10] not in shown
 

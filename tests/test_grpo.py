@@ -294,15 +294,6 @@ def test_an_exact_task_beside_others_counts_on_both_parts():
     assert "test_value_mean" not in metrics.evaluation(groups[1:], [exact])
 
 
-def test_one_wild_score_does_not_hide_a_good_policy():
-    """The metric has no lower bound, but no value is below -1."""
-    task = load_task("diabetes")
-    good = judged(task, *[0.40] * 63, -60.0)
-    poor = judged(task, *[0.10] * 64)
-    assert metrics.better(good, poor)
-    assert good["score_mean"] < poor["score_mean"]
-
-
 # ------------------------------------------------------------ whole runs, played episodes
 # The model, the engine and the updates are real; the episode is one reply, and its score a function
 # of that reply. With concurrency=1 every bit of a run is a function of the seed; batches change the
@@ -491,15 +482,6 @@ def test_a_resumed_run_knows_the_adapter_of_its_start_and_the_evaluation_of_the_
     rows = play(steps=2, eval_episodes=2, **options)
     assert [row["kl"] for row in rows] == pytest.approx([0.0, 0.0], abs=1e-6)
     assert result_of()["final"]["best"]["step"] == 7
-
-
-def test_30_percent_of_the_sandboxes_break(play):
-    rows = play(steps=3, episode=partial(one_reply, faulty=lambda seed: seed % 10 < 3))
-    assert sum(row["faults"] for row in rows) >= 4
-    for row in rows:
-        assert row["episodes"] + row["faults"] == 4 * row["groups"]
-        assert row["reward_mean"] > -1  # a fault is no reward, not a bad one
-    assert "many sandboxes broke" in str([row["alarms"] for row in rows])
 
 
 @pytest.fixture

@@ -334,6 +334,7 @@ def test_fork_bomb(isolated, bomb):
         assert int(out(box, "ls -d /proc/[0-9]* | wc -l")) < 12
 
 
+@pytest.mark.attack("filling the disk")
 @pytest.mark.fault(13, "full disk")
 def test_disk(isolated):
     with closing(Sandbox(isolated, disk=16 << 20)) as box:
