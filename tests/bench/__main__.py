@@ -15,6 +15,8 @@
     python tests/bench learning    the stand-in by grpo.py as it is, on two tasks; half an hour
     python tests/bench objectives  losses and advantages on the built-in tasks; an hour
     python tests/bench pretrained  SmolLM2 imitates, then GRPO, on two tasks; hours
+    python tests/bench first-submission  what gives it a valid submission without an imitation
+    python tests/bench partial-credit  GRPO of SmolLM2 with a reward for failures, and without
     python tests/bench learned-search  searches that learn against frozen ones; two hours
     python tests/bench start       seconds from a command to its first line and its first step
     python tests/bench mutants     small faults in files where errors are silent, against the tests
@@ -49,6 +51,8 @@ SECTIONS = {
     "learning": "bench.learning.learning",
     "objectives": "bench.learning.objectives",
     "pretrained": "bench.learning.pretrained",
+    "first-submission": "bench.first_submission.first_submission",
+    "partial-credit": "bench.learning.partial_credit",
     "learned-search": "bench.learned_search.learned_search",
     "start": "bench.start.start",
     "mutants": "bench.mutants.mutants",
