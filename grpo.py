@@ -542,7 +542,8 @@ async def train(policy, cfg: Config, job, update=update, play=play) -> None:
     rows = await begin(policy, optimizer, cfg, job)
     weights = [TASK_WEIGHTS.get(task.name, 1) for task in job.tasks]
     playing = {}  # step -> its groups, as they are being played
-    async with asyncio.TaskGroup() as sampling:
+    recording = None  # of the step before
+    async with asyncio.TaskGroup() as together:
         while job.step < cfg.steps and not job.stopped:
             step = job.step
             times = [time.perf_counter()]
@@ -552,8 +553,10 @@ async def train(policy, cfg: Config, job, update=update, play=play) -> None:
             for later in range(step, min(step + cfg.ahead + 1, cfg.steps)):
                 if later not in playing:
                     plan = plan_step(job.tasks, weights, cfg, later)
-                    playing[later] = sampling.create_task(play_groups(policy, plan, cfg, job))
+                    playing[later] = together.create_task(play_groups(policy, plan, cfg, job))
             groups = await playing.pop(step)
+            if recording:
+                await recording  # reads the weights, which change now
             times.append(time.perf_counter())
 
             # learn: from the groups whose rewards differ
@@ -583,15 +586,23 @@ async def train(policy, cfg: Config, job, update=update, play=play) -> None:
             job.stopped = metrics.collapse(rows, job.best)
             times.append(time.perf_counter())
 
-            # record: row, transcripts, checkpoint, plot; a step counts once its checkpoint is there
+            # record: row, transcripts, checkpoint, plot, while the next step is sampled; a step
+            # counts once its checkpoint is there
             if job.run:
                 row |= metrics.timing(policy, times, played)
-                await in_trainer(checkpoint.write_step, policy, optimizer, job, row, played)
-                await in_trainer(console.step_made, job, rows, cfg)
+                recording = together.create_task(
+                    in_trainer(record, policy, optimizer, played, rows, cfg, job)
+                )
 
         for later in playing.values():  # steps after a collapse
             later.cancel()
     await finish(policy, cfg, job)
+
+
+def record(policy, optimizer, groups: list[Group], rows: list[dict], cfg: Config, job) -> None:
+    """Writes the last step, and prints its line."""
+    checkpoint.write_step(policy, optimizer, job, rows[-1], groups)
+    console.step_made(job, rows, cfg)
 
 
 async def begin(policy, optimizer, cfg: Config, job) -> list[dict]:

@@ -207,13 +207,6 @@ class Config:
 # ------------------------------------------------------------------ strategies
 
 
-def summary(t: Tree) -> str:
-    """Text of prompts about other branches, if any."""
-    if t.cfg.scope == "global":
-        return requests.summary_of_tree(t.prompts, t.finished)
-    return ""
-
-
 async def propose(t: Tree, node: Node) -> None:
     """Gives the node its strategy. If there are too few, its sampling mode is none, and `asked` in
     its decision is the mode that was asked for.
@@ -264,9 +257,8 @@ async def list_ideas(t: Tree, node: Node, seed: str) -> list:
     parent = t.nearest_kept(node.parent)
     shown = None if parent is t.root else parent
     siblings = [child for child in t.nodes[node.parent].children if child is not node]
-    request = requests.ask(
-        t.prompts, about, shown, siblings, summary(t), mode=node.sampling_mode, k=k, tau=cfg.tau
-    )
+    wanted = {"mode": node.sampling_mode, "k": k, "tau": cfg.tau}
+    request = requests.ask(t.prompts, about, shown, siblings, requests.summary(t), **wanted)
     limit = cfg.tau if MODES[node.sampling_mode].below_tau else 1
     talk = []
     ideas = {}
@@ -299,7 +291,7 @@ class NodeEnv(env.Env):
 
     def __init__(self, t: Tree, node: Node, parents: list[Node]):
         limit = min(6000, t.cfg.model.context * 3 // 4)  # characters: a quarter of the context
-        message = requests.situation(t.prompts, node, parents, limit, summary(t))
+        message = requests.situation(t.prompts, node, parents, limit, requests.summary(t))
         super().__init__(t.task, t.cfg.sandbox, node.seed, message, ends_at_score=True)
         self.tree = t
         self.parents = parents

@@ -19,7 +19,7 @@ from flatlab.errors import UserError
 from flatlab.files import read_mapping
 from flatlab.files import read_rows as rows
 from flatlab.runs import trackers
-from helpers import done, refuses, run_here, run_until, segments_of
+from helpers import PROJECT, done, refuses, run_here, run_until, segments_of
 
 SMALL = "--groups 2 --group-size 4 --eval-episodes 2 --concurrency 8 --model tiny --backend local"
 A_RUN = f"{SMALL} --steps 2 --task titanic --name a"
@@ -232,6 +232,36 @@ def test_a_run_without_its_checkpoints_is_not_erased(again):
     assert "no checkpoint to continue from" in err
     assert (logs / "metrics.jsonl").read_bytes() == before
     assert len(list((logs / "episodes").glob("0*.jsonl"))) == 2
+
+
+# grpo.py on a slow disk
+SLOW_DISK = f"""
+import sys, time
+sys.path.insert(0, {str(PROJECT)!r})
+from flatlab.runs import store
+import grpo
+to_disk = store.to_disk
+def slow(path):
+    time.sleep(".tmp-" in str(path) and "checkpoints" in str(path))
+    to_disk(path)
+store.to_disk = slow
+grpo.main()
+"""
+
+
+@pytest.mark.slow
+def test_kill_9_while_a_checkpoint_is_written(tmp_path, tiny_model):
+    """The step before counts, and the same command goes on from it."""
+    (tmp_path / "slow.py").write_text(SLOW_DISK)
+    flags = f"{SMALL} --steps 3 --task titanic --name w"
+    logs = tmp_path / "logs" / "w"
+    is_far = lambda: list(logs.glob("checkpoints/.tmp-*-000001/trainer.pt"))  # noqa: E731
+    run_until(tmp_path, is_far, tmp_path / "slow.py", flags, signal.SIGKILL)
+    assert [row["step"] for row in rows(logs / "metrics.jsonl")] == [0, 1]
+    assert [folder.name for folder in logs.glob("checkpoints/0*")] == ["000000"]
+    assert "resumed after step 0" in done(tmp_path, "grpo.py", flags)
+    assert [row["step"] for row in rows(logs / "metrics.jsonl")] == [0, 1, 2]
+    assert not list(logs.rglob(".tmp-*"))
 
 
 @pytest.mark.slow

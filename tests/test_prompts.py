@@ -6,6 +6,7 @@ import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -77,7 +78,9 @@ NODES = [
 def test_the_requests_of_a_search_are_the_recorded_ones(file):
     asked = prompts.load_prompts(file)
     good, bad, plain, repair, running = NODES
-    summary = requests.summary_of_tree(asked, [good, bad, plain, repair])
+    finished = [good, bad, plain, repair]
+    tree = SimpleNamespace(cfg=SimpleNamespace(scope="global"), prompts=asked, finished=finished)
+    summary = requests.summary(tree)
     said = {"more": asked.fill("more", k=2), "summary": summary}
     for mode in ("uniform", "tail", "local", "sequence"):
         for what, *about in (

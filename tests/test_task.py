@@ -108,8 +108,8 @@ def lists(task_yaml, **names):
 @pytest.mark.parametrize(
     "names, make, said",
     [
-        ({"data": "a/x.csv, b/x.csv"}, "", "a/x.csv and b/x.csv would both be data/x.csv"),
-        ({"data": "a/raw, b/raw"}, "", "a/raw and b/raw would both be data/raw"),
+        ({"data": "a/x.csv, b/x.csv"}, "", "a/x.csv and .*b/x.csv would both be data/x.csv"),
+        ({"data": "a/raw, b/raw"}, "", "b/raw/1 would both be data/raw/1"),
         ({"hidden": "a/x.csv, b/x.csv"}, "", "would both be x.csv"),
         ({"hidden": "a/grade_csv.py"}, "", "both be grade_csv.py"),
         ({"data": "raw"}, "mkdir raw", "folder .*raw is empty"),
@@ -672,10 +672,14 @@ def test_trivial_rules_of_classes_and_numbers(tmp_path):
     assert trivial(tmp_path, "\n".join(lines), test) == {
         "always 1": "id,y\n500,1\n501,1\n",
         "always 0": "id,y\n500,0\n501,0\n",
+        "always the mean, 0.666667": "id,y\n500,0.6666666666666666\n501,0.6666666666666666\n",
+        "always the median, 1": "id,y\n500,1.0\n501,1.0\n",
     }
+    names = trivial(tmp_path, "id,x,y\n1,1,b\n2,1,a\n3,1,b\n4,1,5\n", "id,x\n500,1\n")
+    assert [*names] == ["always b", "always a", "always 5"]
     lines = ["id,x,y"] + [f"{i},{i},{i * i}" for i in range(1, 101)]
     rules = trivial(tmp_path, "\n".join(lines), "id,x\n500,1\n501,100\n")
-    assert set(rules) == {"always the mean, 3383.5", "always the median, 2550.5"}
+    assert {"always the mean, 3383.5", "always the median, 2550.5"} < set(rules)
     assert not trivial(tmp_path, "id,x,y,z\n1,2,3,4\n", "id,x\n5,6\n")  # which is the target?
 
 
@@ -816,14 +820,6 @@ def test_answers_that_a_metric_cannot_use(titanic_copy, metric, values, said):
     (titanic_copy / "answers.csv").write_text("\n".join([*rows, rows[-1]]))
     with user_error("answers.csv of task titanic: id 11 is there twice"):
         check_before_a_run(load_task("titanic"))
-
-
-def test_a_constant_is_trivial_for_its_metric(tmp_path):
-    lines = ["id,x,y"] + [f"{i},{i},{int(i % 4 == 0)}" for i in range(40)]
-    write(tmp_path, {"train.csv": "\n".join(lines), "test.csv": "id,x\n500,1\n"})
-    files = tmp_path / "train.csv", tmp_path / "test.csv"
-    assert "always the mean, 0.25" in dict(csv_rules(*files, is_number=True))
-    assert [*dict(csv_rules(*files))][:2] == ["always 0", "always 1"]
 
 
 def test_the_metrics_are_those_of_scikit_learn():

@@ -9,7 +9,7 @@ from pathlib import Path
 from flatlab.errors import UserError, nearest
 from flatlab.files import read_mapping
 from flatlab.task.definition import Task
-from flatlab.task.listing import joined, refuse_both, tree_files
+from flatlab.task.listing import joined, tree_files
 
 
 @dataclass
@@ -83,14 +83,9 @@ def find_files(folder: Path, names: tuple[str, ...], prefix: str = "") -> dict[s
     """Maps workspace paths to files of the task's folder. Raises UserError if one is missing, or if
     two names would have one place.
     """
-    places = {}
     parts = []
     hint = f"task.yaml in {folder} names it"
     for name in names:
         source = Path(os.path.normpath(folder / name))
-        place = prefix + source.name
-        if place in places:
-            refuse_both(folder.name, places[place], name, place)
-        places[place] = name
-        parts.append(tree_files(source, place, hint))
+        parts.append(tree_files(source, prefix + source.name, hint))
     return joined(folder.name, *parts)

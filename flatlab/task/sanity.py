@@ -13,7 +13,6 @@ from flatlab.files import cache_dir, recall
 from flatlab.task.definition import Task
 from flatlab.task.grading import grade
 
-FEW = 20  # a numeric target with more values is a regression
 SENTENCE_CHARS = 800  # end of Score.grader_output in a sentence
 
 
@@ -58,8 +57,9 @@ def check_table(task: Task) -> None:
     """Raises UserError if grade_csv.py does not know the metric or has the other direction, if it
     cannot grade a part, or if it would leave out rows, because the task has no such part.
     """
-    rules = table_rules(task)
-    if not rules:
+    grader = task.hidden.get("grade_csv.py")
+    rules = runpy.run_path(str(grader)) if grader and "answers.csv" in task.hidden else {}
+    if "check_answers" not in rules:  # also for a grader of the user with this name
         return
     metrics = rules["METRICS"]
     if task.metric not in metrics:
@@ -88,14 +88,6 @@ def check_table(task: Task) -> None:
         )
 
 
-def table_rules(task: Task) -> dict:
-    """The names in configs/tasks/grade_csv.py; {} if the task has another grader."""
-    if "grade_csv.py" not in task.hidden or "answers.csv" not in task.hidden:
-        return {}
-    names = runpy.run_path(str(task.hidden["grade_csv.py"]))
-    return names if "check_answers" in names else {}  # a grader of the user with this name
-
-
 def trivial_rules(task: Task) -> Iterator[tuple[str, dict[str, bytes]]]:
     """Yields the name and the artefacts of each rule: the task's own ones, the public files as they
     are, the sample submission, and csv_rules.
@@ -114,22 +106,13 @@ def trivial_rules(task: Task) -> Iterator[tuple[str, dict[str, bytes]]]:
         # These are no tables (pandas' own errors), or pandas is missing (integrations/verifiers).
         with suppress(ValueError, ImportError):
             files = map(task.public.get, tables)
-            for name, text in csv_rules(*files, is_number=predicts_numbers(task)):
+            for name, text in csv_rules(*files):
                 yield name, {first: text.encode()}
 
 
-def predicts_numbers(task: Task) -> bool | None:
-    """Returns whether the mean and the median are the constants of the metric, and not the most
-    frequent answers. None: unknown.
-    """
-    if rules := table_rules(task):
-        check = rules["METRICS"][task.metric][1]
-        return check in (rules["wrong_number"], rules["wrong_probability"])
-    return None
-
-
-def csv_rules(*files: Path, is_number: bool | None = None) -> Iterator[tuple[str, str]]:
-    """Yields the name and the submission of constants.
+def csv_rules(*files: Path) -> Iterator[tuple[str, str]]:
+    """Yields the name and the submission of constants: the most frequent answers, and the mean and
+    the median of numbers, which a metric of labels refuses.
 
     files: train.csv and test.csv. The target is the column that only train.csv has, the id is the
     first column of test.csv. With more or fewer such columns there are no rules.
@@ -144,13 +127,10 @@ def csv_rules(*files: Path, is_number: bool | None = None) -> Iterator[tuple[str
     target = targets[0]
     truth = train[target]
     numbers = pandas.to_numeric(truth, errors="coerce")
-    if is_number is None:
-        is_number = numbers.nunique() > FEW
-    is_number = is_number and numbers.notna().all()
     constants = {value: value for value in truth.value_counts().index[:3]}
-    if is_number:
-        middles = {"the mean": numbers.mean(), "the median": numbers.median()}
-        constants = {f"{name}, {value:.6g}": value for name, value in middles.items()}
+    if numbers.notna().all():
+        constants[f"the mean, {numbers.mean():.6g}"] = numbers.mean()
+        constants[f"the median, {numbers.median():.6g}"] = numbers.median()
     for name, value in constants.items():
         table = test.iloc[:, :1].assign(**{target: value})
         yield f"always {name}", table.to_csv(index=False, lineterminator="\n")

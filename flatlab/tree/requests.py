@@ -73,16 +73,14 @@ def situation(prompts, node, parents: list, limit: int, summary: str = "") -> st
     return prompts.fill("node", summary=summary, parents=shown, node=node, phase=phase)
 
 
-def summary_of_tree(prompts, nodes: list) -> str:
-    """--scope global: the best three, the worst two, the last failures.
-
-    nodes: the finished nodes, in order of completion.
-    """
-    if not nodes:
+def summary(t) -> str:
+    """--scope global: the best three, the worst two and the last failures of a Tree; else ""."""
+    nodes = t.finished
+    if t.cfg.scope != "global" or not nodes:
         return ""
     scored = sorted((node for node in nodes if node.valid), key=lambda node: node.improvement)
     failed = [node for node in nodes if not node.valid]
-    return prompts.fill(
+    return t.prompts.fill(
         "summary",
         count=len(nodes),
         failed=len(failed),
