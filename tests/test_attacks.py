@@ -544,6 +544,7 @@ def secrets(task):
     return {text for text in found if len(text) > 7}
 
 
+FAST = ("titanic", "battleOfSexes", "hadamard29")  # a task of each kind
 READ = {  # artefact -> contents that are refused
     "submission.csv": ["x", "id,survived\n1,2", "id,progression\n1,2"],
     "strategy.py": ["x", "def row_strategy(h): return 1 / (len(h) < 3)"],
@@ -552,7 +553,7 @@ READ = {  # artefact -> contents that are refused
 
 
 @attack("hidden rows in anything that an agent reads, for every built-in task")
-@pytest.mark.parametrize("name", builtin_names(TASKS_DIR))
+@pytest.mark.parametrize("name", [*FAST, *map(slow, sorted({*builtin_names(TASKS_DIR)} - {*FAST}))])
 def test_nothing_that_is_read_holds_a_hidden_row(backend, name):
     """The prompt, the files of the sandbox, and what `validate` says, one after another."""
     task = load_task(name)

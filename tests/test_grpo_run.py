@@ -76,54 +76,43 @@ def value(episode, key="improvement"):
     return -1 if episode[key] is None else max(-1, episode[key])
 
 
-def mean_and_error(name, numbers):
-    error = stdev(numbers) / len(numbers) ** 0.5
-    return {f"{name}_mean": fmean(numbers), f"{name}_stderr": error}
+def error_of(numbers):
+    return stdev(numbers) / len(numbers) ** 0.5
 
 
-def evaluation_of(episodes):
-    """An evaluation as result.json has it, of episodes without faults."""
-    result = {"n": len(episodes), "faults": 0}
-    for part in ("", "test_"):
-        scores = [e[f"{part}score"] for e in episodes]
-        if all(scores):
-            valid = [score["value"] for score in scores if score["valid"]]
-            values = [value(e, f"{part}improvement") for e in episodes]
-            result |= mean_and_error(f"{part}value", values)
-            result |= mean_and_error(f"{part}score", valid)
-            result[f"{part}valid_share"] = len(valid) / len(scores)
-            result[f"{part}score_best_of_8"] = None  # of fewer than 8
-    return result
+def follows(result, episodes, parts=("",), **more):
+    """The values of an evaluation, and more numbers, are those of its episodes without faults."""
+    expected = more | {"n": len(episodes), "faults": 0}
+    expected["valid_share"] = fmean(e["score"]["valid"] for e in episodes)
+    for part in parts:
+        values = [value(e, f"{part}improvement") for e in episodes]
+        expected |= {f"{part}value_mean": fmean(values), f"{part}value_stderr": error_of(values)}
+    assert {key: result[key] for key in expected} == approx(expected)
 
 
 def test_every_headline_follows_from_the_episodes(finished):
     logs = finished[0] / "logs" / "a"
     result = read_mapping(logs / "result.json")
     row = rows(logs / "metrics.jsonl")[-1]
-    judged = rows(logs / "episodes" / "before.jsonl")
-    before = evaluation_of(judged)
-    last = evaluation_of(rows(logs / "episodes" / "eval-000001.jsonl"))
-    assert result["before"] == approx(before)
-    assert {key: row[f"eval_{key}"] for key in last} == approx(last)
-    step = result["best"].pop("step")
-    assert result["best"] == approx(last if step == 1 else before)
+    before = rows(logs / "episodes" / "before.jsonl")
+    last = rows(logs / "episodes" / "eval-000001.jsonl")
+    follows(result["before"], before)
+    follows({key.removeprefix("eval_"): row[key] for key in row}, last)
+    follows(result["best"], last if result["best"]["step"] == 1 else before)
 
     final = result["final"]
-    files = {name: final[name].pop("file") for name in ("untrained", "last", "best")}
+    files = {name: final[name]["file"] for name in ("untrained", "last", "best")}
     assert (files["best"] == files["untrained"]) == final["best_is_untrained"]
-    reference = {e["seed"]: value(e) for e in rows(logs / files["untrained"])}
-    for name, file in files.items():
-        episodes = rows(logs / file)
-        expected = evaluation_of(episodes)
-        if name != "best":
-            expected = {key: expected[key] for key in expected if "test_" not in key}
-        if name != "untrained":
-            pairs = [value(e) - reference[e["seed"]] for e in episodes]
-            error = mean_and_error("difference", pairs)
-            expected["difference"] = error.pop("difference_mean")
-            expected |= error | {"difference_n": len(pairs), "step": final[name]["step"]}
-        assert final[name] == approx(expected)
-    assert not {e["seed"] for e in judged} & set(reference)
+    untrained = rows(logs / files["untrained"])
+    follows(final["untrained"], untrained)
+    reference = {e["seed"]: value(e) for e in untrained}
+    for name, parts in {"last": [""], "best": ["", "test_"]}.items():
+        episodes = rows(logs / files[name])
+        pairs = [value(e) - reference[e["seed"]] for e in episodes]
+        more = {"difference": fmean(pairs), "difference_stderr": error_of(pairs)}
+        follows(final[name], episodes, parts, **more, difference_n=len(pairs))
+    assert [name for name in files if "test_value_mean" in final[name]] == ["best"]
+    assert not {e["seed"] for e in before} & set(reference)
 
 
 def test_the_loss_of_a_step_follows_from_the_files(finished):
