@@ -317,6 +317,17 @@ def done(folder, script, flags):
     return out
 
 
+def killed_and_continued(folder, is_far, script, flags):
+    """The output of a script that goes on with a run that was killed once is_far().
+
+    The same command then finds nothing left to do.
+    """
+    run_until(folder, is_far, script, flags, signal.SIGKILL)
+    out = done(folder, script, flags)
+    assert "was finished before: nothing is left to run" in done(folder, script, flags)
+    return out
+
+
 def completion(text):
     """Answer of a chat endpoint."""
     choice = {"index": 0, "message": {"role": "assistant", "content": text}}

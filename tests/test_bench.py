@@ -21,6 +21,7 @@ SHORT = {
     "gpu": "",
     "sync": "--steps 1",
     "objectives": "--steps 1 --seeds 0 --only titanic-dapo --flags '--groups 1 --eval-episodes 2'",
+    "search": "--seeds 0,1 --only titanic,tail --flags '--tokens 100'",
 }
 
 
