@@ -573,7 +573,7 @@ def test_two_tasks_have_their_own_numbers_and_a_common_scale(play):
 def test_none_is_derived_and_zero_is_zero(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cfg = configure(grpo.Config(loss="gspo"), model="tiny", lr=0.0, backend="local")
-    [cfg], _ = start.each_seed(cfg, partial(start.run_name, script="copy"), grpo.check)
+    [cfg], _ = start.each_seed(cfg, partial(start.run_name, script="copy"))
     assert cfg.lr == 0
     assert (cfg.clip_low, cfg.clip_high) == (3e-4, 4e-4)
     assert cfg.max_groups == 8

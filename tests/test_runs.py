@@ -588,7 +588,7 @@ def test_the_first_line_needs_no_torch():
     """The model and its context are read from config.json."""
     code = (
         "import sys, grpo; sys.argv = ['grpo.py', '--model', 'tiny', '--name', 'no-such-run']; "
-        "[cfg], model = grpo.start.configs(grpo.Config, 'grpo', grpo.check); "
+        "[cfg], model = grpo.start.configs(grpo.Config, 'grpo'); "
         "print(cfg.model.context, model.stand_in, {'torch', 'transformers'} & {*sys.modules})"
     )
     assert python("-c", code).stdout == "2048 True set()\n"

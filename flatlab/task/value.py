@@ -11,8 +11,6 @@ grows, but stays below 2, so that one submission cannot outweigh many failures i
 A `task` is anything with baseline, higher_is_better and reference.
 """
 
-from __future__ import annotations
-
 from statistics import fmean
 
 from flatlab.numbers import BEST_OF, expected_best, plus_minus, standard_error

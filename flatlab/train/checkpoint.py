@@ -44,7 +44,7 @@ def resume(
     if folder:
         if not job.run:  # rank 0 has loaded it
             restore(policy, optimizer, folder)
-        job.say(f"resumed after step {step} from {folder}")
+        print(f"resumed after step {step} from {folder}")
     job.ranks.broadcast(policy.parameters())
     return rows
 
@@ -167,7 +167,7 @@ async def compare(policy, evaluate: Callable, job) -> dict:
         if weights not in played:
             policy.load_adapter(folder)
             policy.sync(steps[name] + 1)
-            job.say(f"evaluating  the {name} adapter")
+            print(f"evaluating  the {name} adapter")
             file = f"final-{name}"
             played[weights] = await evaluate(file, test=name == "best"), f"episodes/{file}.jsonl"
     same = {name: played[weights] for name, (_, weights) in adapters.items()}
