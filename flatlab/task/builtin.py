@@ -57,7 +57,10 @@ def load_builtin(root: Path, name: str) -> Task:
         "hidden": find_files(folder, (own.grader, *own.hidden)),
         "grader": [*grader, "--split", "{split}"],
     }
-    return validated(Task, spec | facts, path)
+    task = validated(Task, spec | facts, path)
+    if any(map(task.is_artefact, task.hidden)):
+        raise UserError(f"Task {name} needs artefacts that are not hidden files.")
+    return task
 
 
 def validated(kind: type, values: dict, path: Path):

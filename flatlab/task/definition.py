@@ -76,7 +76,6 @@ class Task:
             "artefacts in the workspace": not any(
                 name.startswith("/") or ".." in name.split("/") for name in self.artefacts
             ),
-            "artefacts that are not hidden files": not any(map(self.is_artefact, self.hidden)),
             "finite time limits above 0": all(0 < seconds < math.inf for seconds in limits),
             "an idle_timeout of at least 0": 0 <= self.idle_timeout < math.inf,
             "a finite baseline": math.isfinite(self.baseline),

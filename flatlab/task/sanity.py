@@ -112,7 +112,8 @@ def csv_rules(train: Path, test: Path) -> Iterator[tuple[str, str]]:
     The target is the column that only train.csv has, the id is the first column of test.csv. With
     more or fewer such columns there are no rules.
     """
-    with train.open(newline="") as known, test.open(newline="") as asked:
+    options = {"newline": "", "encoding": "utf-8-sig"}
+    with train.open(**options) as known, test.open(**options) as asked:
         rows = csv.reader(known)
         names = next(rows, [])
         header, *body = csv.reader(asked)

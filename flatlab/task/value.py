@@ -40,12 +40,10 @@ def score_at(improvement: float, task) -> float:
 
 def value_of(improvement: float | None) -> float:
     """The value of an episode or node. improvement: None without a valid submission."""
-    return WORST if improvement is None else max(WORST, bounded(improvement))
-
-
-def bounded(improvement: float) -> float:
-    """The value before its lower bound: below 2, and increasing."""
-    return improvement if improvement <= 1 else 2 - 1 / improvement
+    if improvement is None:
+        return WORST
+    bounded = improvement if improvement <= 1 else 2 - 1 / improvement
+    return max(WORST, bounded)
 
 
 def summary(improvements: list[float | None], task=None) -> dict:
