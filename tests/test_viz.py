@@ -791,7 +791,15 @@ def browse(path, script, fragment="", width=1200):
 
 
 def written(tmp_path, *runs):
-    return page.write(list(runs))[-1]
+    """The page of the runs, whose curves are not drawn: that takes a second each time."""
+    encoded = plots.encoded
+
+    def quick(figure, format):
+        return b"" if format == "png" else encoded(figure, format)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "encoded", quick)
+        return page.write(list(runs))[-1]
 
 
 def test_the_page_of_a_long_training_shows_a_sample_and_says_so(tmp_path):
