@@ -563,6 +563,7 @@ METRIC = "return float("
 CHECK = 'raise InvalidSubmissionError("other ids")'
 
 
+@pytest.mark.attack("answers through the error text of a competition of MLE-Dojo")
 @pytest.mark.parametrize(
     "old, new, shown",
     [
