@@ -12,6 +12,7 @@ from helpers import PROJECT
 # Sections of whole runs (objectives, pretrained) are the functions of `trained` with other flags;
 # agent runs beside TRL below.
 SHORT = {
+    "all": "--budget 0",
     "env": "",
     "soak": "--count 20 --backend local",
     "train": "--steps 1 --only ours",
