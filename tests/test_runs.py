@@ -49,7 +49,8 @@ def opened(folder, makers=MADE_BY, **changes):
 # ------------------------------------------------------------------ resume and refuse
 
 
-def test_new_run_says_what_ran_before_the_first_step(tmp_path):
+def test_new_run_says_what_ran_before_the_first_step(tmp_path, monkeypatch):
+    monkeypatch.undo()  # see quick_provenance
     run = opened(tmp_path / "a" / "run")
     saved = files.read_mapping(run.dir / "config.yaml")
     made_by = MADE_BY | {"code": [MADE_BY["code"]]}
