@@ -50,6 +50,7 @@ from flatlab.tree import requests, rules
 from flatlab.tree.nodes import Choice, Node, Tree, open_trees, results, seed_from
 from flatlab.view import console
 from flatlab.world.episode import Episode, in_thread, run_episode, stop_after_faults
+from flatlab.world.prompts import machine_facts
 from policy import open_engine
 
 # ==================================== the idea: edit here ====================================
@@ -207,13 +208,6 @@ class Config:
 # ------------------------------------------------------------------ strategies
 
 
-def summary(t: Tree) -> str:
-    """Text of prompts about other branches, if any."""
-    if t.cfg.scope == "global":
-        return requests.summary_of_tree(t.prompts, t.finished)
-    return ""
-
-
 async def propose(t: Tree, node: Node) -> None:
     """Gives the node its strategy. If there are too few, its sampling mode is none, and `asked` in
     its decision is the mode that was asked for.
@@ -264,9 +258,8 @@ async def list_ideas(t: Tree, node: Node, seed: str) -> list:
     parent = t.nearest_kept(node.parent)
     shown = None if parent is t.root else parent
     siblings = [child for child in t.nodes[node.parent].children if child is not node]
-    request = requests.ask(
-        t.prompts, about, shown, siblings, summary(t), mode=node.sampling_mode, k=k, tau=cfg.tau
-    )
+    wanted = {"mode": node.sampling_mode, "k": k, "tau": cfg.tau}
+    request = requests.ask(t.prompts, about, shown, siblings, requests.summary(t), **wanted)
     limit = cfg.tau if MODES[node.sampling_mode].below_tau else 1
     talk = []
     ideas = {}
@@ -299,7 +292,7 @@ class NodeEnv(env.Env):
 
     def __init__(self, t: Tree, node: Node, parents: list[Node]):
         limit = min(6000, t.cfg.model.context * 3 // 4)  # characters: a quarter of the context
-        message = requests.situation(t.prompts, node, parents, limit, summary(t))
+        message = requests.situation(t.prompts, node, parents, limit, requests.summary(t))
         super().__init__(t.task, t.cfg.sandbox, node.seed, message, ends_at_score=True)
         self.tree = t
         self.parents = parents
@@ -399,7 +392,7 @@ async def begin(t: Tree, policy) -> None:
     if "limits" in t.prompts.uses["about"]:  # requests tell about the sandboxes
         async with env.Env(t.task, t.cfg.sandbox, t.seed) as world:
             await in_thread(world.restart)
-            t.machine = await in_thread(world.machine, t.cfg.episode)
+            t.machine = await in_thread(machine_facts, world, t.cfg.episode)
 
 
 async def grow(t: Tree, policy, slots: asyncio.Semaphore, together: asyncio.TaskGroup) -> None:
@@ -507,7 +500,7 @@ def main(config_class=Config, script=SCRIPT, check=check, grow_all=grow_all) -> 
     cfg.name = cfg.name or default_name(script, cfg)
     model = complete(cfg)
     console.model_line(cfg, model)
-    tasks = env.open_tasks(cfg.tasks, cfg.sandbox, bool(model and model.stand_in))
+    tasks = env.open_tasks(cfg.tasks, cfg.sandbox, model.stand_in)
     trees, where = open_trees(cfg, tasks, rule, model)
     growing = [t for t in trees if not t.closed]
     if growing:

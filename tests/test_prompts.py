@@ -6,6 +6,7 @@ import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -77,7 +78,9 @@ NODES = [
 def test_the_requests_of_a_search_are_the_recorded_ones(file):
     asked = prompts.load_prompts(file)
     good, bad, plain, repair, running = NODES
-    summary = requests.summary_of_tree(asked, [good, bad, plain, repair])
+    finished = [good, bad, plain, repair]
+    tree = SimpleNamespace(cfg=SimpleNamespace(scope="global"), prompts=asked, finished=finished)
+    summary = requests.summary(tree)
     said = {"more": asked.fill("more", k=2), "summary": summary}
     for mode in ("uniform", "tail", "local", "sequence"):
         for what, *about in (
@@ -213,7 +216,7 @@ def test_the_content_of_the_file_belongs_to_what_made_a_run(tmp_path):
     made = []
     for changes in ({}, {}, {"system": "Be brief."}):
         changed = prompts.Prompts(Path(a_file(tmp_path, **changes)))
-        made.append(fingerprint([changed.digest, "a task"])["prompts"])
+        made.append(fingerprint([], changed.digest)["prompts"])
     assert made[0] == made[1] != made[2]
 
 

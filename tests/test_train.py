@@ -3,6 +3,7 @@ is one reply between two waits.
 """
 
 import asyncio
+import errno
 import gc
 import signal
 import threading
@@ -17,7 +18,15 @@ from flatlab.files import read_rows
 from flatlab.train import checkpoint, job, metrics
 from flatlab.world.episode import in_thread
 from helpers import slow
-from training import episodes_of, randomise, result_of, versions_of, waiting_reply
+from training import (
+    episodes_of,
+    has_weights,
+    randomise,
+    result_of,
+    versions_of,
+    waiting_reply,
+    weights_of,
+)
 
 
 @pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 3])
@@ -75,6 +84,29 @@ def test_a_collapse_ends_the_run_and_the_episodes_of_later_steps(play, monkeypat
     assert {seed // 100_003 for seed in cancelled} <= {4, 5}
     assert cancelled, "the episodes of the steps after the collapse"
     assert len(play(episode=waiting_reply, steps=9)) == 4  # also if it was killed before the end
+
+
+def test_a_step_is_recorded_while_the_next_one_is_sampled(play, monkeypatch):
+    """And before the next update, which changes the weights; an error of writing ends the run."""
+    begun, write_step, are_equal = threading.Event(), checkpoint.write_step, []
+
+    async def episode(world, policy, options, seed, *more):
+        if seed >= 100_003:
+            begun.set()
+        return await waiting_reply(world, policy, options, seed, *more)
+
+    def slow_write(policy, optimizer, job, row, groups):
+        before = weights_of(policy)
+        assert begun.wait(30)
+        write_step(policy, optimizer, job, row, groups)
+        are_equal.append(has_weights(policy, before))
+        if row["step"] == 1:
+            raise OSError(errno.ENOSPC, "No space")
+
+    monkeypatch.setattr(checkpoint, "write_step", slow_write)
+    with pytest.raises(OSError, match="No space"):
+        play(episode=episode, steps=4)
+    assert are_equal == [True, True]
 
 
 PHASES = {  # function that is interrupted, at its first call 0

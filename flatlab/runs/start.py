@@ -2,8 +2,9 @@
 
     cfgs, model = start.configs(Config, SCRIPT)                     # all checked before one runs
     tasks = env.open_tasks(cfgs[0].tasks, cfgs[0].sandbox, model.stand_in)
+    prompts = load_prompts(cfgs[0].episode.prompts)
     for cfg in cfgs:
-        run = start.begin_run(cfg, env.digests(tasks, cfg.episode), model, is_finished)
+        run = start.begin_run(cfg, tasks, model, is_finished, prompts.digest)
         if not run.finished:
             with start.recorded([run], metrics.first_results(tasks, kind)):
                 ...
@@ -32,14 +33,10 @@ from flatlab.runs.fingerprint import fingerprint
 # ------------------------------------------------------------------ configs
 
 
-def no_check(cfg, model) -> None:
-    """The check of a script that has none of its own."""
-
-
-def configs(config_class, script: str, check: Callable = no_check) -> tuple:
+def configs(config_class, script: str) -> tuple[list, ModelPath]:
     """Parses the command line into the config of each --seed, and their model, see each_seed."""
     cfg = cli.parse_config(config_class, sys.argv[1:])
-    return each_seed(cfg, lambda cfg, seed: run_name(cfg, seed, script), check)
+    return each_seed(cfg, lambda cfg, seed: run_name(cfg, seed, script))
 
 
 def run_name(cfg, seed: int, script: str) -> str:
@@ -51,24 +48,22 @@ def run_name(cfg, seed: int, script: str) -> str:
     return f"{cfg.name}-{seed}" if len(cfg.seed) > 1 else cfg.name
 
 
-def each_seed(cfg, name_of: Callable, check: Callable = no_check) -> tuple[list, ModelPath | None]:
+def each_seed(cfg, name_of: Callable) -> tuple[list, ModelPath]:
     """A list of a complete config for each --seed, which is a number there, and the path of their
-    model (None for an endpoint). The configs share all else.
+    model. The configs share all else.
 
-    name_of: (cfg, seed) -> name of the run. check: see complete.
+    name_of: (cfg, seed) -> name of the run.
     """
     cfgs = []
     for seed in cfg.seed:
         cfgs.append(replace(cfg, seed=seed, name=name_of(cfg, seed)))
-        model = complete(cfgs[-1], check)
+        model = complete(cfgs[-1])
     return cfgs, model
 
 
-def complete(cfg, check: Callable = no_check) -> ModelPath | None:
-    """Fills in the options that are None. Returns the path of the model; None for an endpoint.
-
-    check: the script's own check of a complete config and its model. Raises UserError for settings
-    that are wrong.
+def complete(cfg) -> ModelPath:
+    """Fills in the options that are None. Returns the path of the model; that of an endpoint has
+    its name alone. Raises UserError for settings that are wrong.
     """
     url = getattr(cfg, "url", None)  # grpo.py and sft.py have none
     if url and not re.fullmatch(r"https?://\S+", url):  # not quoted: it may hold a password
@@ -84,8 +79,7 @@ def complete(cfg, check: Callable = no_check) -> ModelPath | None:
             f"--max-reply-tokens {cfg.episode.max_reply_tokens} leaves no room for a prompt in "
             f"--context {cfg.model.context}."
         )
-    check(cfg, model)
-    return None if url else model
+    return model
 
 
 def keep_choices(cfg) -> None:
@@ -104,17 +98,16 @@ def keep_choices(cfg) -> None:
 # ------------------------------------------------------------------ runs
 
 
-def begin_run(cfg, digests: list[str], model, is_finished, where=None, **cell) -> store.Run:
+def begin_run(cfg, tasks, model, is_finished, prompts="", where=None, **cell) -> store.Run:
     """Opens the run directory of a complete config and its trackers, see store.open_run. Prints a
     line if the run is finished; the caller must then skip it.
 
-    digests: see fingerprint(). model: a ModelPath; None for an endpoint. is_finished: a function of
-    the Run. where: the directory, default logs/<cfg.name>. cell: values of a cell of a grid, in
-    place of the grid's own.
+    model: a ModelPath. is_finished: a function of the Run. prompts: Prompts.digest. where: the
+    directory, default logs/<cfg.name>. cell: values of a cell, in place of those of its grid.
     """
     config = options.flat(cfg) | cell
     trackers.check_packages(config.get("trackers", ()))
-    made_by = fingerprint(digests, model)
+    made_by = fingerprint(tasks, prompts, None if config.get("url") else model)
     where = where or store.run_directory(cfg.name)
     run = store.open_run(where, config, made_by, cfg.RESUMABLE, is_finished)
     if run.finished:

@@ -1,7 +1,5 @@
 """Built-in tasks: configs/tasks/<name>/task.yaml. Its folder's name is the task's name."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -9,7 +7,7 @@ from pathlib import Path
 from flatlab.errors import UserError, nearest
 from flatlab.files import read_mapping
 from flatlab.task.definition import Task
-from flatlab.task.listing import joined, refuse_both, tree_files
+from flatlab.task.listing import joined, tree_files
 
 
 @dataclass
@@ -25,7 +23,7 @@ class TaskYaml:
 
 
 # The keys that go to Task as they are
-TASK_KEYS = """metric higher_is_better baseline reference artefacts collect splits exact
+TASK_KEYS = """metric higher_is_better baseline reference artefacts splits exact
 step_timeout idle_timeout grade_timeout needs_gpu needs_network hide_package_data degenerate trivial
 imported""".split()
 
@@ -83,14 +81,9 @@ def find_files(folder: Path, names: tuple[str, ...], prefix: str = "") -> dict[s
     """Maps workspace paths to files of the task's folder. Raises UserError if one is missing, or if
     two names would have one place.
     """
-    places = {}
     parts = []
     hint = f"task.yaml in {folder} names it"
     for name in names:
         source = Path(os.path.normpath(folder / name))
-        place = prefix + source.name
-        if place in places:
-            refuse_both(folder.name, places[place], name, place)
-        places[place] = name
-        parts.append(tree_files(source, place, hint))
+        parts.append(tree_files(source, prefix + source.name, hint))
     return joined(folder.name, *parts)

@@ -1,7 +1,5 @@
 """Docker images for a task, with its public files already in place; and its requirements."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import threading
@@ -80,6 +78,14 @@ def remove_others(name: str) -> None:
                     docker_api().remove_image(tag)
 
 
+# Only sandboxes use the image, so pip may change the Python of its system.
+DOCKERFILE = """\
+docker build --tag flatlab-packages --file - {folder} <<'END'
+FROM {image}
+USER root
+COPY {file} /tmp/requirements.txt
+RUN PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir -r /tmp/requirements.txt
+END"""
 PRINT_MISSING = r"""
 import importlib.metadata, re, sys
 for line in sys.stdin:
@@ -93,22 +99,13 @@ for line in sys.stdin:
 
 def check_requirements(box: Sandbox, task: Task) -> None:
     """Raises UserError if the Python in a sandbox lacks a package that the task requires."""
+    needed = task.requirements
     argv = ["python3", "-c", PRINT_MISSING]
-    missing = box.program(argv, 60, task.requirements.read_bytes())[1].decode().split()
+    missing = box.program(argv, 60, needed.read_bytes())[1].decode().split()
     if missing:
+        folder = shlex.quote(str(needed.parent))
+        command = DOCKERFILE.format(folder=folder, file=needed.name, image=box.spec.image)
         raise UserError(
             f"Task {task.name} needs packages that its sandbox lacks: {', '.join(missing)}. This "
-            f"makes an image for --backend docker --image flatlab-packages:\n"
-            f"docker build --tag flatlab-packages - <<'END'\n{dockerfile(box.spec.image, task)}END"
+            f"makes an image for --backend docker --image flatlab-packages:\n{command}"
         )
-
-
-def dockerfile(image: str, task: Task) -> str:
-    """A Dockerfile of `image` with the packages that the task requires."""
-    words = []
-    for line in task.requirements.read_text().splitlines():
-        line = re.sub(r"(^|\s)#.*", "", line).strip()
-        words += shlex.split(line) if line.startswith("-") else [line]
-    # Only sandboxes use the image, so pip may change the Python of its system.
-    pip = "PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir"
-    return f"FROM {image}\nUSER root\nRUN {pip} {shlex.join(filter(None, words))}\n"

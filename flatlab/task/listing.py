@@ -2,8 +2,6 @@
 names it.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -12,7 +10,7 @@ from flatlab.errors import UserError
 
 def tree_files(path: Path, place: str, hint: str, above: tuple = ()) -> dict[str, Path]:
     """Maps workspace paths to the files at `path`, a file or a folder, which go to `place`. Links
-    are followed. Bytecode beside its source is left out.
+    are followed. Python's bytecode is left out.
 
     Raises UserError, which ends with the hint, for what is missing, empty, unreadable, a link in a
     circle, or neither a file nor a folder. above: the real folders that lead here.
@@ -27,7 +25,10 @@ def tree_files(path: Path, place: str, hint: str, above: tuple = ()) -> dict[str
     except OSError as error:  # also a link to itself
         raise UserError(f"Cannot read {path}: {error.strerror}; {hint}.") from None
     if not is_folder:
-        refuse_unreadable(path, hint)
+        if not path.is_file():
+            raise UserError(f"{path} is neither a file nor a folder; {hint}.")
+        if not os.access(path, os.R_OK):
+            raise UserError(f"Cannot read {path}: Permission denied; {hint}.")
         return {place: path}
     if not names:
         raise UserError(f"The folder {path} is empty; {hint}.")
@@ -37,33 +38,9 @@ def tree_files(path: Path, place: str, hint: str, above: tuple = ()) -> dict[str
     files = {}
     for name in names:
         child = path / name
-        if not is_bytecode(child):
+        if not child.match("__pycache__/*.pyc"):
             files |= tree_files(child, f"{place}/{name}", hint, (*above, real))
     return files
-
-
-def refuse_unreadable(path: Path, hint: str) -> None:
-    """Raises UserError for a device, a socket or a FIFO, and for a file without permission."""
-    if not path.is_file():
-        raise UserError(f"{path} is neither a file nor a folder; {hint}.")
-    if not os.access(path, os.R_OK):
-        raise UserError(f"Cannot read {path}: Permission denied; {hint}.")
-
-
-def is_bytecode(path: Path) -> bool:
-    """Returns whether Python made this file, or all of this folder, from sources beside it."""
-    if path.name == "__pycache__" and path.is_dir():
-        return all(map(is_bytecode, path.iterdir()))
-    source = path.parent.parent / f"{path.name.partition('.')[0]}.py"
-    return path.parent.name == "__pycache__" and path.suffix == ".pyc" and source.is_file()
-
-
-def refuse_both(task: str, one, other, place: str) -> None:
-    """Raises UserError for two files or folders that would have one place in the workspace."""
-    raise UserError(
-        f"Task {task}: {one} and {other} would both be {place} in the workspace: rename one of "
-        "them."
-    )
 
 
 def joined(task: str, *parts: dict[str, Path]) -> dict[str, Path]:
@@ -73,7 +50,10 @@ def joined(task: str, *parts: dict[str, Path]) -> dict[str, Path]:
         for place, file in part.items():
             other = files.setdefault(place, file)
             if other is not file:
-                refuse_both(task, other, file, place)
+                raise UserError(
+                    f"Task {task}: {other} and {file} would both be {place} in the workspace: "
+                    "rename one of them."
+                )
     for place in files:
         for folder in map(str, Path(place).parents):
             if folder in files:

@@ -8,8 +8,6 @@ A tree holds its nodes and nothing that can be computed from them: a node takes 
 through a thousand of them takes less than a millisecond.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import io
@@ -73,7 +71,7 @@ class Node:
     seed: int = 0
     kept: bool = False  # its files are in nodes/<order>.tar
     decision: dict = field(default_factory=dict)  # phase, scores of the candidates, reason
-    children: list[Node] = field(default_factory=list, init=False)  # in order of their start
+    children: list = field(default_factory=list, init=False)  # Nodes, in order of their start
 
     @property
     def depth(self) -> int:
@@ -381,7 +379,7 @@ def hidden_results(t: Tree) -> dict:
 def open_trees(cfg, tasks: list, rule, model) -> tuple[list[Tree], Path]:
     """One tree for each task, sampling mode and seed, and the directory of the run or grid.
 
-    cfg: the Config of search.py. rule: a Rule. model: a ModelPath, or None for an endpoint.
+    cfg: the Config of search.py. rule: a Rule. model: a ModelPath.
     """
     cells = list(itertools.product(tasks, cfg.sampling_mode, cfg.seed))
     is_grid = len(cells) > 1
@@ -393,9 +391,9 @@ def open_trees(cfg, tasks: list, rule, model) -> tuple[list[Tree], Path]:
     for task, mode, seed in cells:
         cell = {"task": task.name, "sampling_mode": mode, "seed": seed}
         directory = where / f"{task.name}-{mode}-{seed}" if is_grid else where
-        digests = [prompts, task.digest()]
         has_ended = partial(is_finished, cfg=cfg)
-        run = begin_run(cfg, digests, model, has_ended, directory, name=directory.name, **cell)
+        cell["name"] = directory.name
+        run = begin_run(cfg, [task], model, has_ended, prompts, directory, **cell)
         t = Tree(task, mode, seed, cfg, run, rule)
         if not t.closed:
             (run.dir / "nodes").mkdir(exist_ok=True)

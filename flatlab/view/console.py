@@ -8,7 +8,7 @@ from statistics import fmean
 
 from flatlab.numbers import counted, duration, plus_minus
 from flatlab.task.value import value_of
-from flatlab.view import page, tables
+from flatlab.view import compare, page, results
 from flatlab.view.reader import read_run
 
 UNSAFE = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -19,23 +19,22 @@ STAND_IN = "  (the stand-in, for trials; it only knows titanic, battleOfSexes an
 
 def say(text: str) -> None:
     """Prints text without the characters that steer a terminal: a model may have written it."""
-    print(re.sub(UNSAFE, "·", text.replace("\r\n", "\n")), flush=True)
+    print(re.sub(UNSAFE, "·", text.replace("\r\n", "\n")))
 
 
 def model_line(cfg, model) -> None:
-    """Prints the model. model: its ModelPath; None for an endpoint."""
-    note = STAND_IN if model and model.stand_in else ""
-    print(f"model    {cfg.model.model}{note}", flush=True)
+    """Prints the model. model: its ModelPath."""
+    note = STAND_IN if model.stand_in else ""
+    print(f"model    {cfg.model.model}{note}")
 
 
-def banner(cfg, run) -> None:
+def banner(cfg) -> None:
     """Prints what a training run is about to do."""
     print(
         f"plan     {counted(cfg.steps, 'step')} x {counted(cfg.groups, 'group')} x "
         f"{counted(cfg.group_size, 'episode')}, "
         f"{cfg.advantage} advantage, {cfg.loss} loss\n"
-        f"run      {viewed(run.dir)}",
-        flush=True,
+        f"run      {viewed(Path('logs', cfg.name))}",
     )
 
 
@@ -59,14 +58,13 @@ def step_made(job, rows: list[dict], cfg) -> None:
         f"ETA {duration(eta)}",
         *(f"\n      ! {alarm}" for alarm in row["alarms"]),
         sep="",
-        flush=True,
     )
     page.plot_now_and_then(job.run.dir)
 
 
 def farewell(run) -> None:
     """Prints the comparison of the adapters, and the outcome if there is a step."""
-    if table := tables.final_table(run.result):
+    if table := results.final_table(run.result):
         print(f"\n{table}")
     if run.rows():
         outcome(run.dir)
@@ -82,7 +80,7 @@ def update_made(rows: list[dict], updates: int) -> None:
     row = rows[-1]
     eta = fmean(r["seconds"] for r in rows[-20:]) * (updates - len(rows))
     loss = f"{row['loss']:.3f} nats per token"
-    print(f"imitate  {len(rows)} of {updates}: {loss}, ETA {duration(eta)}", flush=True)
+    print(f"imitate  {len(rows)} of {updates}: {loss}, ETA {duration(eta)}")
 
 
 def episode_made(group, played: int, episodes: int, eta: float) -> None:
@@ -96,7 +94,6 @@ def episode_made(group, played: int, episodes: int, eta: float) -> None:
     print(
         f"episode  {played} of {episodes}: {group.task.name} {outcome}, {turns}, "
         f"{episode.status}, ETA {duration(eta)}",
-        flush=True,
     )
 
 
@@ -105,7 +102,9 @@ def outcome(*directories: Path) -> None:
     page.
     """
     runs = [read_run(directory) for directory in directories]
-    text = tables.headline(runs[0]) if len(runs) == 1 else tables.table(runs)
+    text = compare.table(runs)
+    if len(runs) == 1:
+        text = " ".join(results.outcome(runs[0]))
     say(f"\n{text}\n")
     folder = page.write(runs)[-1].parent
     again = shlex.join(map(str, directories))
@@ -136,7 +135,7 @@ def search_banner(cfg, trees: list, where: Path) -> None:
                 "another node becomes the best"
             )
     print(f"run      {where}")
-    print(ROW.format(*TITLES), flush=True)
+    print(ROW.format(*TITLES))
 
 
 ROW = "{:<14} {:<8} {:>4} {:>7} {:<12} {:<9} {:>9} {:>9} {:>6}  {}"
@@ -169,8 +168,8 @@ def node_line(t, node) -> str:
 
 def round_line(row: dict) -> str:
     """One line of the terminal after a round of a search that learns."""
-    keys = tables.ROUNDS[: tables.ON_TERMINAL]
-    numbers = "  ".join(f"{key} {row[key]:.5g}" for key in keys if row.get(key) is not None)
+    keys = [key for key in results.ROUNDS[:8] if row.get(key) is not None]
+    numbers = "  ".join(f"{key} {row[key]:.5g}" for key in keys)
     return "\n      ! ".join([numbers, *row["alarms"]])
 
 
@@ -186,5 +185,5 @@ def report(trees: list, where: Path) -> None:
         outcome(where)
         return
     runs = [read_run(t.run.dir) for t in trees]
-    print(f"\n{tables.table(runs)}\n")  # viz.py draws the pictures of a grid; they take minutes
+    print(f"\n{compare.table(runs)}\n")  # viz.py draws the pictures of a grid; they take minutes
     print(f"everything: {viewed(where)}")

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import unicodedata
+from dataclasses import dataclass, field
 
 from flatlab.errors import UserError
 
@@ -65,29 +66,19 @@ def open_heredoc(script: str) -> str | None:
     return warning[1] if warning else None
 
 
+@dataclass
 class Block:
     """A code block, read line by line."""
 
-    def __init__(self, language: str, ticks: int, is_bash: bool):
-        self.language = language
-        self.ticks = ticks  # least number of backticks of its fences
-        self.is_bash = is_bash
-        self.lines = []
-        self.is_closed = False
-        self.heredoc = None  # delimiter of a here-document that is open, as far as is known
+    language: str
+    ticks: int  # least number of backticks of its fences
+    is_bash: bool  # its here-documents may hold fences
+    lines: list[str] = field(default_factory=list)
+    is_closed: bool = False
 
     @property
     def text(self) -> str:
         return "\n".join(self.lines)
-
-    def add(self, line: str) -> None:
-        self.lines.append(line)
-        if line.lstrip("\t") == self.heredoc:
-            self.heredoc = None  # the next check tells
-
-    def check(self) -> None:
-        """Asks bash for an open here-document."""
-        self.heredoc = open_heredoc(self.text)
 
 
 def extract_action(reply: str) -> str:
@@ -110,11 +101,10 @@ def extract_action(reply: str) -> str:
     if block is not blocks[-1]:
         raise ValueError("There are several code blocks in the reply; write one.")
     if not block.is_closed:
-        block.check()
-        if block.heredoc is not None:
-            word = block.heredoc[:20]
+        word = open_heredoc(block.text)
+        if word is not None:
             raise ValueError(
-                f"The ``` block is not closed: the heredoc <<{word} in it does not end."
+                f"The ``` block is not closed: the heredoc <<{word[:20]} in it does not end."
             )
         raise ValueError(
             "The ``` block is not closed; it may have been cut off at the length limit."
@@ -136,13 +126,13 @@ def find_blocks(text: str, shells: tuple = SHELLS) -> list[Block]:
         fence = FENCE.match(as_seen(line)) if line.count("`") >= 3 else None
         block = blocks[-1] if blocks and not blocks[-1].is_closed else None
         may_close = fence and block and len(fence[1]) >= block.ticks
-        if may_close and block.is_bash and block.heredoc is None:
+        if may_close and block.is_bash:
             checks += 1
             if checks > CHECKS:
-                raise ValueError(f"There are more than {CHECKS} fences and heredocs in the reply.")
-            block.check()
-        if block and (not may_close or block.heredoc is not None):
-            block.add(line)
+                raise ValueError(f"There are more than {CHECKS} fences in the reply.")
+            may_close = open_heredoc(block.text) is None
+        if block and not may_close:
+            block.lines.append(line)
         elif block and not fence[2].strip():
             block.is_closed = True
         elif fence:

@@ -14,7 +14,8 @@ With --gpu the model has the shape of Qwen3-0.6B and random weights, and there a
 
 VARIANT: "ours" (the functions of grpo.py), "compiled" (the same with a compiled engine), "ahead0",
 "ahead1", ... (BLOCK steps in a row with --ahead 0, 1, ...; the mean of all but the first two, in
-which the pipeline fills), or of TRL
+which the pipeline fills), "kept2" (--ahead 2, but after an update the episodes in flight keep the
+keys and values of older weights, so that no history is read again), or of TRL
 "factory" (environment_factory, a tool), "rollout" (rollout_func that calls the tools of a turn at
 once in threads), "vllm" (no tools) or "generate" (the same with generate()). All but the last
 sample with vLLM in the process of the trainer.
@@ -80,6 +81,7 @@ LABELS = {
     "ahead1": f"ours, {SAMPLER}, --ahead 1",
     "ahead2": f"ours, {SAMPLER}, --ahead 2",
     "ahead4": f"ours, {SAMPLER}, --ahead 4",
+    "kept2": f"ours, {SAMPLER}, --ahead 2, old keys and values",
     "factory": f"TRL environment_factory, {SAMPLER}",
     "rollout": f"TRL rollout_func, commands in threads, {SAMPLER}",
     "vllm": f"TRL, {SAMPLER}",
@@ -170,6 +172,8 @@ def rows_of(waits, done):
             )
             note += f"; mean lag {lag:.2f}; the trainer waited {waited:.2f} s"
             note += f"; engine idle {idle:.0%}"
+            note += f"; a step reads {last['read']:.0f} and samples {last['sampled']:.0f} tokens"
+            note += f"; log-probs of current tokens differ by {last['difference']:.1g} nats"
             if name != "ahead0" and "ahead0" in done:
                 faster = statistics.median(
                     base["seconds"] / step["seconds"] for base, step in zip(done["ahead0"], steps)
@@ -220,6 +224,8 @@ class Work:
         longest = [max(chains[i : i + EPISODES]) for i in range(0, len(chains), EPISODES)]
         self.longest_wait = statistics.fmean(longest)
         self.busy = 0.0  # seconds in steps of the engine
+        self.read = 0  # tokens of prompts that the engine computed
+        self.sampled = 0
         self.calls = 0
         self.trained = 0
         self.tokens = 0
@@ -292,8 +298,8 @@ def run_ours(model, rounds, turns, tokens, variant):
         async def __aexit__(self, *_):
             pass
 
-    is_row = variant.startswith("ahead")
-    ahead = int(variant[5:]) if is_row else 0
+    is_row = variant.startswith(("ahead", "kept"))
+    ahead = int(variant[-1]) if is_row else 0
 
     policy = Policy(
         ModelPath(model, None, False),
@@ -342,6 +348,8 @@ def run_ours(model, rounds, turns, tokens, variant):
         call = grpo.update if flops else update
         row = await in_trainer(call, policy, optimizer, groups, cfg, job)
         policy.sync()
+        if variant == "kept2":
+            policy._syncs = 0  # the salt of the prefix cache
         if not floors:
             floors["engine_floor"] = (
                 turns * tokens * await engine_step_seconds(policy, EPISODES, tokens)
@@ -365,6 +373,9 @@ def run_ours(model, rounds, turns, tokens, variant):
         begin = time.perf_counter()
         outputs = engine_step()
         work.busy += time.perf_counter() - begin
+        for output in outputs:
+            work.read += len(output.prompt_token_ids) - output.num_cached_tokens
+            work.sampled += len(output.outputs[0].token_ids)
         return outputs
 
     async def rows_of_steps():
@@ -372,17 +383,19 @@ def run_ours(model, rounds, turns, tokens, variant):
             await in_trainer(threads.use_all, policy.decode_threads)
         for number in range(rounds):
             work.begin(BLOCK + ahead)
-            playing, ends, lags, waits = [], [], [], []
+            playing, ends, lags, waits, differences = [], [], [], [], [0.0]
             for step in range(BLOCK):
                 while len(playing) <= step + ahead:
                     playing.append(start(number * 1000 + len(playing)))
                 begin = time.perf_counter()
                 groups = await playing[step]
                 waits.append(time.perf_counter() - begin)
-                lags.append((await learn(groups))["lag_mean"])
+                row = await learn(groups)
+                lags.append(row["lag_mean"])
+                differences.append(row.get("logprob_diff_max", 0.0))
                 ends.append(time.perf_counter())
                 if step == FILLING - 1:
-                    work.busy = 0.0
+                    work.busy, work.read, work.sampled = 0.0, 0, 0
             seconds = ends[-1] - ends[FILLING - 1]
             idle = 1 - work.busy / seconds
             for later in playing[BLOCK:]:
@@ -395,9 +408,14 @@ def run_ours(model, rounds, turns, tokens, variant):
                 lag=statistics.fmean(lags[FILLING:]),
                 waited=statistics.fmean(waits[FILLING:]),
                 idle=idle,
+                read=work.read / (BLOCK - FILLING),
+                sampled=work.sampled / (BLOCK - FILLING),
+                difference=max(differences),
                 **floors,
             )
 
+    if variant == "kept2":
+        policy.engine.reset_prefix_cache = bool  # in sync()
     engine_step = policy.step_engine
     policy.step_engine = measured_engine
     asyncio.run(rows_of_steps() if is_row else single_steps())
@@ -581,7 +599,7 @@ def main(model, steps, turns, tokens, variant):
     from flatlab import threads
 
     threads.configure()
-    if variant in ("ours", "compiled") or variant.startswith("ahead"):
+    if variant in ("ours", "compiled") or variant.startswith(("ahead", "kept")):
         run_ours(model, steps, turns, tokens, variant)
     else:
         run_trl(model, steps, turns, tokens, variant)

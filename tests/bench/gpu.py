@@ -166,7 +166,9 @@ def layers_of(trainer) -> int:
 
 
 def compile_layers(trainer, on: bool = True) -> None:
-    """Compiles the decoder layers, once for all of them and for all lengths. It stays so."""
+    """Compiles the decoder layers, once for all of them and for all lengths. It stays so. They
+    cannot be recomputed: torch refuses a recomputation that takes another graph.
+    """
     import torch
     from transformers import AttentionInterface
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -248,7 +250,20 @@ def head(trainer, on: bool) -> None:
     memory.TILE = 128 if on else 1
 
 
-MENDS = {"varlen": varlen, "norms": norms, "down_proj": down_proj, "head": head}  # in the product
+def pinned(trainer, on: bool) -> None:
+    """Rows of tokens are copied to the GPU without waiting for it."""
+    import torch
+
+    from flatlab.model import packing
+
+    def waits(numbers, device):
+        return torch.from_numpy(numbers).to(device)
+
+    packing.on_device = ORIGINAL["pinned"] if on else waits
+
+
+# in the product
+MENDS = {"varlen": varlen, "norms": norms, "down_proj": down_proj, "head": head, "pinned": pinned}
 IDEAS = {"order": order, "peft": use_peft, "compiled": compile_layers}  # not yet measured
 ORIGINAL = {}  # what a switch replaces
 
@@ -258,6 +273,7 @@ def remember() -> None:
 
     ORIGINAL["order"] = packing.LoraProduct.forward
     ORIGINAL["down_proj"] = packing.last_product
+    ORIGINAL["pinned"] = packing.on_device
 
 
 # ---- parts: each yields rows (what, value, note)
@@ -278,9 +294,15 @@ def update():
     cases |= {f"all mends and {name}": (*MENDS, name) for name in IDEAS}
     first = None
     for name, on in cases.items():
+        if IDEAS.keys() & on:
+            trainer = bare_trainer()  # without what stays of the idea before
         for switch, mend in (MENDS | IDEAS).items():
             mend(trainer, switch in on)
         counts = [layers, layers // 2, 0] if name in ("no mends", "all mends") else [layers]
+        if "compiled" in on:
+            counts = [0]
+            what = f"update, {name}, all recomputed"
+            yield what, "skipped", "torch refuses a recomputation that takes another graph"
         for count in counts:
             trainer.recompute_layers(count)
             what = f"update, {name}, {'all' if count == layers else count} recomputed"
@@ -332,6 +354,70 @@ def lengths():
     trainer.packs = False
     padded, seconds, _ = check.timed_update(trainer, equal)
     yield "padded rows", f"{seconds:.3f} s", check.apart_text(padded, found)
+
+
+def passes():
+    """The group in passes of at most so many tokens, all layers recomputed: a group that is split
+    computes its common prompt once more. Waits: as for .item() after each pass.
+    """
+    from flatlab.train.batch import TrainSequence, cost, micro_batches
+
+    trainer = bare_trainer()
+    trainer.recompute_layers(layers_of(trainer))
+    sequences = [TrainSequence(*pair, [], [], []) for pair in equal_group(trainer)]
+    for most in size_of((8192, 16384, 32768), (128, 256, 512)):
+        parts = list(micro_batches(sequences, most))
+        tokens = f"{len(parts)} passes, {sum(map(cost, parts))} tokens"
+        for waits in (False, True):
+            for _ in range(2):
+                begin = time.perf_counter()
+                for part in parts:
+                    logp, _ = trainer.logprobs([(s.tokens, s.mask) for s in part])
+                    logp.sum().backward()
+                    if waits:
+                        logp.sum().item()
+                trainer.parameters()[0].grad.sum().item()
+                seconds = time.perf_counter() - begin
+            what = f"passes of {most} tokens{' with waits' * waits}"
+            yield what, f"{seconds:.3f} s", tokens
+
+
+def optimizer():
+    """A step of AdamW as one kernel and by torch's own choice."""
+    import torch
+
+    trainer = bare_trainer()
+    check.one_update(trainer, equal_group(trainer))
+    for name, is_fused in (("fused", True), ("not fused", None)):
+        adamw = torch.optim.AdamW(trainer.parameters(), 1e-5, fused=is_fused)
+        for _ in range(2):
+            begin = time.perf_counter()
+            adamw.step()
+            trainer.parameters()[-1].sum().item()
+            seconds = time.perf_counter() - begin
+        yield f"AdamW, {name}", f"{1000 * seconds:.1f} ms", f"{len(trainer.parameters())} tensors"
+
+
+def checkpoint():
+    """Writing the 66 million numbers of an adapter of rank 32 for Qwen3-4B and their two moments,
+    which goes on while the next step samples.
+    """
+    import torch
+
+    from flatlab.files import save_tensors, to_disk
+
+    shape = 504, 131_072  # as many tensors
+    device = size_of("cuda", "cpu")
+    moments = [torch.rand(2, shape[1], device=device) for _ in range(shape[0])]
+    with tempfile.TemporaryDirectory(dir=".") as folder:  # /tmp may be in memory
+        for name in ("first", "second"):
+            begin = time.perf_counter()
+            for part in ("adapter", "moments"):
+                content = [m[0].clone() for m in moments] if part == "adapter" else moments
+                save_tensors(content, Path(folder, part))
+                to_disk(Path(folder, part))
+            seconds = time.perf_counter() - begin
+            yield f"writing a checkpoint, {name}", f"{seconds:.2f} s", "0.79 GB"
 
 
 def stream(own: bool):
@@ -654,6 +740,9 @@ ALONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "CRITICAL"
 PARTS = {
     "update": (update, {}),
     "lengths": (lengths, {}),
+    "passes": (passes, {}),
+    "optimizer": (optimizer, {}),
+    "checkpoint": (checkpoint, {}),
     "stream": (partial(stream, own=True), {}),
     "one-stream": (partial(stream, own=False), {}),
     "sync": (sync, {}),

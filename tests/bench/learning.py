@@ -1,6 +1,7 @@
-"""The sections `learning`, `objectives` and `pretrained`: whole runs of grpo.py in this folder.
+"""The sections `learning`, `objectives`, `pretrained` and `partial-credit`: whole runs of grpo.py.
 
-A run that was finished before is read and not repeated. `python viz.py logs/*` compares them.
+They are in this folder. A run that was finished before is read and not repeated.
+`python viz.py logs/*` compares them.
 """
 
 import json
@@ -11,39 +12,40 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bench.measure import PROJECT, last_error
+from flatlab.numbers import plus_minus
+from tools.get_smollm2 import get_model
 
 OBJECTIVES = {
-    "grpo": "--loss grpo",
-    "dr_grpo": "--loss dr_grpo --advantage group_nostd",
-    "dapo": "--loss dapo",
-    "gspo": "--loss gspo",
-    "cispo": "--loss cispo",
-    "rloo": "--advantage rloo",
-    "ppo": "",
+    "grpo": "grpo.py --loss grpo",
+    "dr_grpo": "grpo.py --loss dr_grpo --advantage group_nostd",
+    "dapo": "grpo.py --loss dapo",
+    "gspo": "grpo.py --loss gspo",
+    "cispo": "grpo.py --loss cispo",
+    "rloo": "grpo.py --advantage rloo",
+    "ppo": "examples/ppo.py",
 }
 TASKS = ("titanic", "battleOfSexes")
 
 
-def trained(name, flags):
-    """Runs grpo.py, or examples/ppo.py, in this folder; returns the comparison at its end."""
-    script = "examples/ppo.py" if name.startswith("ppo") else "grpo.py"
-    command = [sys.executable, PROJECT / script, *flags.split()]
-    command += ["--name", name, "--backend", "local"]
-    done = subprocess.run(command, capture_output=True, text=True)
+def trained(name, command):
+    """Runs a script that trains in this folder; returns the comparison at its end."""
+    script, *flags = command.split()
+    whole = [sys.executable, PROJECT / script, *flags, "--name", name, "--backend", "local"]
+    done = subprocess.run(whole, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(last_error(done.stderr))
     return json.loads(Path("logs", name, "result.json").read_text())["final"]
 
 
 def run_all(variants, args):
-    """A row per run of the variants ({label: flags}), and one per variant over its seeds."""
+    """A row per run of the variants ({label: command}), and one per variant over its seeds."""
     seeds = args.seeds.split(",")
     with ThreadPoolExecutor(args.jobs) as pool:
         jobs = {}
         for label in variants:
             for seed in seeds:
-                flags = f"{variants[label]} --seed {seed} {args.flags}"
-                jobs[label, seed] = pool.submit(trained, f"bench-{label}-{seed}", flags)
+                command = f"{variants[label]} --seed {seed} {args.flags}"
+                jobs[label, seed] = pool.submit(trained, f"bench-{label}-{seed}", command)
     rows = []
     for label in variants:
         gains = []
@@ -53,8 +55,7 @@ def run_all(variants, args):
             except RuntimeError as error:
                 rows.append((f"{label}, seed {seed}", "fails", error))
                 continue
-            start = final.get("imitated", final["untrained"])
-            gains.append(final["best"]["value_mean"] - start["value_mean"])
+            gains.append(final["best"]["difference"])
             rows.append((f"{label}, seed {seed}", *row_of_run(final)))
         if len(gains) > 1:
             error = statistics.stdev(gains) / len(gains) ** 0.5
@@ -65,20 +66,20 @@ def run_all(variants, args):
 
 def row_of_run(final):
     texts = []
-    for name in ("untrained", "imitated", "last", "best"):
-        if name in final:
-            mean, error = final[name]["value_mean"], final[name]["value_stderr"]
-            texts.append(
-                f"{name} {mean:.3f} ± {error:.3f} ({final[name]['valid_share']:.0%} valid)"
-            )
+    for name in ("untrained", "last", "best"):
+        value = plus_minus(final[name]["value_mean"], final[name]["value_stderr"], "+")
+        texts.append(f"{name} {value} ({final[name]['valid_share']:.0%} valid)")
     best = final["best"]
-    note = f"N = {final['n']}; test {best['test_value_mean']:.3f}; best is step {best['step']}"
+    gain = plus_minus(best["difference"], best["difference_stderr"], "+")
+    note = f"best - untrained {gain}, N = {final['n']}; best is step {best['step']}"
+    if "test_value_mean" in best:
+        note += f"; test {best['test_value_mean']:+.3f}"
     return " -> ".join(texts), note
 
 
 def learning(args):
     """grpo.py with its own defaults on both built-in tasks."""
-    variants = {task: f"--task {task} --model {args.model}" for task in TASKS}
+    variants = {task: f"grpo.py --task {task} --model {args.model}" for task in TASKS}
     return run_all(variants, args)
 
 
@@ -88,27 +89,34 @@ def objectives(args):
     for task in TASKS:
         for name in OBJECTIVES:
             common = f"--task {task} --model {args.model} --steps {args.steps}"
-            variants[f"{task}-{name}"] = f"{common} {OBJECTIVES[name]}"
+            variants[f"{task}-{name}"] = f"{OBJECTIVES[name]} {common}"
     if args.only:
         variants = {name: variants[name] for name in args.only.split(",")}
     return run_all(variants, args)
 
 
 def pretrained(args):
-    """The recipe of configs/grpo-cpu.yaml on two tasks: imitation, then GRPO."""
-    tools = PROJECT / "tools"
-    fetch = [sys.executable, tools / "get_smollm2.py"]
-    model = subprocess.run(fetch, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    """The recipe of configs/grpo-cpu.yaml on two tasks: imitation, then GRPO. "untrained" is the
+    adapter of the imitation.
+    """
+    model = get_model()
     variants = {}
     for task in TASKS:
-        if not Path(f"logs/demonstrations-{task}").exists():
-            subprocess.run(
-                [sys.executable, tools / "demonstrations.py", "--task", task], check=True
-            )
-        flags = f"{PROJECT}/configs/grpo-cpu.yaml --task {task}"
+        show = [sys.executable, PROJECT / "tools/demonstrations.py", "--backend", "local"]
+        subprocess.run([*show, "--task", task], check=True)
         imitate = [sys.executable, PROJECT / "sft.py", f"{PROJECT}/configs/sft-cpu.yaml"]
         imitate += f"--task {task} --model {model} --name sft-{task}".split()
         imitate += ["--runs", f"logs/demonstrations-{task}"]
         subprocess.run(imitate, check=True)
-        variants[f"pretrained-{task}"] = f"{flags} --model logs/sft-{task}/best"
+        flags = f"{PROJECT}/configs/grpo-cpu.yaml --task {task} --model logs/sft-{task}/best"
+        variants[f"pretrained-{task}"] = f"grpo.py {flags}"
     return run_all(variants, args)
+
+
+def partial_credit(args):
+    """SmolLM2 without an imitation, one reply an episode: rewarded for failures too, and not."""
+    flags = f"{PROJECT}/configs/grpo-cpu.yaml --task titanic --model {get_model()} --steps 15"
+    flags += " --max-turns 1 --group-size 16 --eval-episodes 32 --eval-every 15"
+    scripts = {"partial": "tests/bench/partial_credit.py", "continuous": "grpo.py"}
+    names = args.only.split(",") if args.only else scripts
+    return run_all({f"{name}-titanic": f"{scripts[name]} {flags}" for name in names}, args)

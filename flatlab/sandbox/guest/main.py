@@ -49,6 +49,7 @@ GRACE = 2  # seconds between SIGTERM and SIGKILL
 ERROR_BYTES = 8192  # tail of the stderr of root's programs
 STATE_BYTES = 1 << 18  # of exported variables that are kept for the next command
 IDLE_POLLS = 20  # number of times an idle command is checked before it is stopped
+CPU_SECONDS = 0.1  # between two looks at the CPU time of a command that has a limit of it
 IDLE_SHARE = 1 / 200  # of one core: timers and repeated requests without an answer use less
 
 
@@ -132,9 +133,6 @@ class Runner:
             if hard != resource.RLIM_INFINITY:
                 limit = min(limit, hard)
             resource.setrlimit(kind, (limit, limit))
-        self.set_signals()
-
-    def set_signals(self):
         # The end of a child writes to this pipe and so interrupts a poll.
         self.wake, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -288,41 +286,38 @@ class Runner:
         poll.register(self.wake, select.POLLIN)
         poll.register(self.requests, 0)  # only whether it was closed
         stopped = ""
-        used = 0  # CPU seconds at the last look that was not quiet
-        quiet_polls = 0
-        next_poll = time.monotonic() + idle / IDLE_POLLS
+        interval = CPU_SECONDS if cpu_limit else idle / IDLE_POLLS  # 0: no look at the CPU time
+        next_look = active = time.monotonic()  # active: when it last printed or used the CPU
+        used = 0  # CPU seconds then
         phase = "running"  # then "terminated" and "killed" after a time limit; "ended" at the end
         while True:
             left = max(0.0, limit - time.monotonic())
-            if cpu_limit:
-                left = min(left, 0.1)  # the CPU time is looked at so often
-            elif idle:
-                left = min(left, idle / IDLE_POLLS)
+            if interval:
+                left = min(left, interval)
             ready = [fd for fd, _ in poll.poll(int(left * 1000) + 1)]
             if self.requests.fileno() in ready:
                 self.leave()
             for fd in outputs.keys() & set(ready):
                 chunk = os.read(fd, 65536)
                 outputs[fd].add(chunk)
-                quiet_polls = 0
+                active = time.monotonic()
                 if not chunk:
                     poll.unregister(fd)
                     os.close(fd)
                     del outputs[fd]
             self.drain(ready)
             now = time.monotonic()
-            if cpu_limit and phase == "running" and self.cpu_seconds() >= cpu_limit:
-                stopped = "time"
-                limit = now
-            if idle and phase == "running" and now >= next_poll:
-                next_poll = now + idle / IDLE_POLLS
-                quiet_polls += 1
+            if interval and phase == "running" and now >= next_look:
+                next_look = now + interval
                 seconds = self.cpu_seconds()
-                if seconds - used > IDLE_SHARE * idle or can_run(descendants()):
-                    quiet_polls = 0
+                if cpu_limit and seconds >= cpu_limit:
+                    stopped = "time"
+                elif seconds - used > IDLE_SHARE * idle or can_run(descendants()):
                     used = seconds
-                if quiet_polls == IDLE_POLLS:
+                    active = now
+                elif idle and now - active >= idle:
                     stopped = "idle"
+                if stopped:
                     limit = now
             if phase != "ended" and self.exit_codes[pid] is not None:
                 if stopped:
