@@ -24,7 +24,7 @@ from flatlab.task.mledojo import load_mledojo, mledojo_names
 from flatlab.task.mlgym import load_mlgym, mlgym_names
 from flatlab.task.sanity import check_grader, degenerate, sanity_file, trivial_rules
 from flatlab.task.value import improvement, value_of
-from flatlab.view.tables import aligned
+from flatlab.view.columns import aligned
 
 AT_THE_TOP = 0.98  # improvement of a trivial rule that leaves no room above it
 FACTS = "task|metric|better|baseline|reference|exact|from|what is asked".split("|")

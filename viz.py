@@ -26,8 +26,10 @@ from flatlab.errors import UserError
 from flatlab.runs import cli
 from flatlab.suites.attempts import read_suite
 from flatlab.suites.report import report
-from flatlab.view import page, plots, tables
+from flatlab.view import compare, page, plots
+from flatlab.view.columns import aligned
 from flatlab.view.console import say
+from flatlab.view.episodes import facts_of, sections
 from flatlab.view.reader import (
     NOUNS,
     RunData,
@@ -38,6 +40,7 @@ from flatlab.view.reader import (
     score_text,
     transcript_files,
 )
+from flatlab.view.results import final_rows, heading, outcome, run_tables, step_rows
 
 
 @dataclass
@@ -108,16 +111,16 @@ def list_text(run: RunData, step: int | None = None) -> str:
         wanted = "" if step is None else f" of step {step}"
         names = ", ".join(files) or "none"
         raise UserError(f"{run.dir} has no transcripts{wanted}; it has {names[:200]}.")
-    groups = tables.sections(run, items)
+    groups = sections(run, items)
     if run.kind == "search" and step is None:
         groups = {run.name: items}  # the tree
     parts = []
-    for heading, own in groups.items():
+    for title, own in groups.items():
         rows = []
         for item in own:
             id = f"{'*' * (item['id'] in path):2}{'  ' * item['id'].count('.')}{item['id']}"
-            rows.append(tables.facts_of(item) | {"id": id})
-        parts.append(f"{heading}\n{tables.aligned(rows)}")
+            rows.append(facts_of(item) | {"id": id})
+        parts.append(f"{title}\n{aligned(rows)}")
     return "\n\n".join(parts)
 
 
@@ -145,28 +148,12 @@ def best_of(run: RunData) -> dict:
 
 def summary(run: RunData) -> str:
     """Text of `python viz.py logs/<run>` about one run."""
-    parts = [
-        tables.heading(run),
-        tables.headline(run),
-        tables.final_table(run.result),
-        step_summary(run.rows) if NOUNS[run.kind] == "step" else "",
-        tables.rounds(run),
-    ]
+    _, sentences = final_rows(run.result)
+    parts = [heading(run), " ".join(outcome(run)), "\n".join(sentences)]
+    parts += map(aligned, run_tables(run))
+    if NOUNS[run.kind] == "step":
+        parts.append(aligned(step_rows(run.rows)))
     return "\n\n".join(filter(None, parts))
-
-
-def step_summary(rows: list[dict]) -> str:
-    """The numbers in the rows at the start and at the end of the run."""
-    import pandas
-
-    # evaluations are rare, standard errors and the seconds of the phases are details; runs of
-    # earlier versions have the time
-    shown = "^(?!step$|time$|eval_|seconds_).*(?<!stderr)$"
-    frame = pandas.DataFrame(rows).select_dtypes("number").filter(regex=shown)
-    window = plots.window_of(rows)
-    means = {"first": frame.head(window).mean(), "last": frame.tail(window).mean()}
-    table = pandas.DataFrame(means).to_string(float_format="{:.4g}".format)
-    return f"{table}\nmeans over {window} of {len(rows)} steps"
 
 
 # ------------------------------------------------------------------ start
@@ -180,7 +167,7 @@ def main(options: Options):
     for run in runs:
         try:
             if options.list or options.step is not None:
-                parts.append(f"{tables.heading(run)}\n\n{list_text(run, options.step)}")
+                parts.append(f"{heading(run)}\n\n{list_text(run, options.step)}")
             if options.episode:
                 parts.append(show(pick(run, options.episode)))
             if options.best:
@@ -201,7 +188,7 @@ def main(options: Options):
     if options.plot:
         paths = page.draw(runs, folder_of(runs), options.format, options.plot)
     else:
-        say(summary(runs[0]) if len(runs) == 1 else tables.table(runs))
+        say(summary(runs[0]) if len(runs) == 1 else compare.table(runs))
         paths = page.write(runs, options.format)
     print("", *(f"wrote {path}" for path in paths), sep="\n")
 

@@ -20,8 +20,8 @@ from env import Env
 from flatlab.options import SandboxOptions
 from flatlab.runs.store import open_run
 from flatlab.tree.nodes import Tree
-from flatlab.view import tables
 from flatlab.view.reader import read_run
+from flatlab.view.results import outcome
 from helpers import (
     LOCAL,
     MADE_BY,
@@ -255,6 +255,6 @@ def test_a_search_says_exact_and_keeps_a_file_that_beats_the_reference(tmp_path)
         world.restart()
         assert world.step(reply).status == "ok"
         assert world.score().valid and not world.score().record
-    said = tables.headline(read_run(run.dir))
+    said = " ".join(outcome(read_run(run.dir)))
     assert f"{result['best_score']:.6f} (exact part" in said
     assert "the score is exact" in said

@@ -27,7 +27,7 @@ from flatlab.task.value import summary_text
 from flatlab.train import metrics
 from flatlab.train.batch import Group, TrainSequence, draw_kl_weights, gather_groups
 from flatlab.train.job import Ranks, TrainingRun
-from flatlab.view import tables
+from flatlab.view.results import final_table
 from flatlab.world.episode import Episode, Segment
 from helpers import configure, segments_of, slow, step_row, user_error
 from tasks import load_task
@@ -408,7 +408,7 @@ def test_the_end_of_a_run_compares_the_adapters_and_a_longer_run_does_anew(play,
     assert final["split"] == "validation"
     assert "test_score_mean" in final["best"]
     assert "test_score_mean" not in final["last"] | final["untrained"]
-    assert "best (step 0)" in tables.final_table(result_of())
+    assert "best (step 0)" in final_table(result_of())
     judged = "before eval-000000 eval-000001"
     assert files() == f"000000 000001 {judged} final-best final-last final-untrained"
 
@@ -436,7 +436,7 @@ def test_where_best_is_the_untrained_adapter_it_is_played_once(play):
         assert len(episodes.final) == 4 * adapters
         assert final["best_is_untrained"]
         assert final["best"]["difference"] == 0
-        assert "best is the untrained adapter" in tables.final_table(result)
+        assert "best is the untrained adapter" in final_table(result)
 
 
 def test_paired_differences_by_hand():

@@ -21,8 +21,9 @@ from flatlab.runs.cli import parse_config
 from flatlab.sandbox import snapshot
 from flatlab.task.grading import Score
 from flatlab.tree.nodes import Tree, open_trees, results
-from flatlab.view import console, tables
+from flatlab.view import compare, console
 from flatlab.view.reader import read_run
+from flatlab.view.results import outcome
 from flatlab.world.episode import Episode
 from helpers import (
     AGENT_TEXTS,
@@ -174,11 +175,11 @@ def has(t, **expected):
 
 
 def headline(t):
-    return tables.headline(read_run(t.run.dir))
+    return " ".join(outcome(read_run(t.run.dir)))
 
 
 def table(t):
-    return tables.table([read_run(t.run.dir)])
+    return compare.table([read_run(t.run.dir)])
 
 
 # ------------------------------------------------------------------ budgets
@@ -230,7 +231,7 @@ def test_the_best_node_of_a_task_with_a_test_part_only_is_optimistic():
     t = run(tasks=tasks, select="greedy", nodes=4, score_of=equal)
     has(t, selected_on_test=True, test_score=0.6)
     assert FakeEnv.read == []  # it is the score that the search sees
-    assert "(test part;" in headline(t)
+    assert "on the test part." in headline(t)
 
 
 THREE = {"0.0": 0.80, "0.1": 0.79, "0.2": 0.70}  # one standard error, 0.02, is below the third

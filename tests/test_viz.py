@@ -19,7 +19,7 @@ import pytest
 import viz
 from flatlab.runs import store, trackers
 from flatlab.tree.nodes import COLUMNS
-from flatlab.view import console, page, plots, reader, tables
+from flatlab.view import columns, compare, console, episodes, page, plots, reader, results
 from helpers import (
     CONFIG,
     MADE_BY,
@@ -178,22 +178,23 @@ def test_the_answer_of_a_comparison_is_a_sentence(tmp_path):
         for name in values
         for seed in range(3)
     ]
-    [groups] = tables.groups_of(runs).values()
+    [groups] = compare.groups_of(runs).values()
     for group in groups:
         group.results = [
             {"value_mean": value, "values": {seed: value}}
             for seed, value in enumerate(values[group.label.partition(" ")[0]])
         ]
     bad, good, same = groups
-    said = tables.answer([good, same])
-    assert said == (
-        "good (seeds 0, 1, 2) and same (seeds 0, 1, 2) do not differ: +0.0167 ± 0.0601, 95 % "
-        "interval -0.2419 to +0.2752, 3 paired seeds."
+    assert compare.answer([good, same]) == (
+        "good (seeds 0, 1, 2) [lr=good] and same (seeds 0, 1, 2) [lr=same] do not differ: "
+        "+0.0167 ± 0.0601, 95 % interval -0.2419 to +0.2752, 3 paired seeds."
     )
-    assert "good (seeds 0, 1, 2) is better than bad" in tables.answer([bad, good])
+    better = "good (seeds 0, 1, 2) [lr=good] is better than bad (seeds 0, 1, 2) [lr=bad]: +0.3967"
+    assert better in compare.answer([good, bad])
     bad.results, bad.runs = bad.results[:1], bad.runs[:1]
-    said = "good (seeds 0, 1, 2) and bad-0: +0.6000 and +0.1000; 1 paired seed: too few for an "
-    assert tables.answer([bad, good]) == said + "interval."
+    assert compare.answer([good, bad]).endswith(
+        "and bad-0 [lr=bad]: +0.6000 and +0.1000; 1 paired seed: too few for an interval."
+    )
 
 
 def test_nothing_to_show_is_exit_code_2(tmp_path):
@@ -271,10 +272,10 @@ def test_what_a_step_was_learned_from_in_the_terminal(tmp_path, capsys):
         "step 1, group 2: titanic, rewards +0.600 to +0.800, no advantages stored",
     ]
     first, second = re.findall("^ *1/[01] .*", text, re.M)
-    assert first.split() == "1/0 0 +0.900 +1.200 1 of 2 2 0.9000 submit 9 1.5 titanic".split()
-    assert "-0.400     2 of 2" in second
+    assert first.split() == "1/0 0.9000 submit +0.900 +1.200 1 of 2 2 0 9 1.5 titanic".split()
+    assert "-0.400  2 of 2" in second
     rows = [{"task": "titanic", "reward": reward} for reward in (0, 1)]  # as in a journal
-    assert tables.learned(rows) == "titanic, rewards +0.000 to +1.000"
+    assert episodes.learned(rows) == "titanic, rewards +0.000 to +1.000"
 
 
 def test_transcripts_of_training_in_the_terminal(tmp_path, capsys):
@@ -300,7 +301,7 @@ def test_nodes_of_a_search_in_the_terminal(tmp_path, capsys):
     directory = searched(tmp_path / "run").dir
     heading, _, _, _, *tree = printed(capsys, directory, list=True).splitlines()
     assert heading.startswith("run: titanic, tail, tiny, seed 1, 4 nodes in ")
-    rows = ("* 0.0 0 0.4", "* 0.0.0 0 0.3", "0.0.1 0 0.45", "0.1 0 failed")
+    rows = ("* 0.0 0.4", "* 0.0.0 0.3", "0.0.1 0.45", "0.1 failed turn limit")
     for line, row in zip(tree, rows, strict=True):
         assert " ".join(line.split()).startswith(row)
     with user_error("no transcripts of step"):
@@ -313,7 +314,9 @@ def test_nodes_of_a_search_in_the_terminal(tmp_path, capsys):
     assert "output of 0.0.0" in text
     assert "\n old\n+new\n" in text
     assert printed(capsys, directory, best=True).startswith("0.0.0  0.3")
-    assert "Best node (0.0.0): value +1.5000, loss 0.3000 (validation" in printed(capsys, directory)
+    assert "Best node (0.0.0): value +1.5000, loss 0.3000, on the validation part" in printed(
+        capsys, directory
+    )
     assert {p.name for p in directory.glob("*.png")} == {"tree.png", "curves.png"}
 
 
@@ -402,6 +405,11 @@ def test_the_best_episode_of_several_tasks_is_that_of_the_largest_improvement(tm
 # ------------------------------------------------------------------ tables and curves
 
 
+def said(run):
+    """The outcome of a run, as at its end on a terminal."""
+    return " ".join(results.outcome(run))
+
+
 def trained(folder, scores=(0.5, 0.7, 0.9), seed=0, result=(), **config):
     """A finished training run whose best adapter has these scores at the end."""
     before = {"value_mean": 0.4, "value_stderr": 0.1, "valid_share": 0.8}
@@ -416,7 +424,8 @@ def trained(folder, scores=(0.5, 0.7, 0.9), seed=0, result=(), **config):
 
 def rows(*runs):
     """The rows of the tables, as dictionaries."""
-    return [row for table in tables.groups_of(runs).values() for row in tables.rows_of(table)]
+    compared = compare.groups_of(runs).values()
+    return [row for table in compared for row in compare.rows_of(compare.with_results(table))]
 
 
 def test_two_training_runs_are_compared_in_pairs_with_their_uncertainty(tmp_path):
@@ -430,31 +439,28 @@ def test_two_training_runs_are_compared_in_pairs_with_their_uncertainty(tmp_path
     values = (-1.0, -0.5, 0.5, -1)
     assert worse["value"] == f"-0.5000 ± {stdev(values) / 2:.4f}"
     assert worse["score"] == f"0.5333 ± {stdev((0.4, 0.5, 0.7)) / 3**0.5:.4f}"
-    assert (
-        worse["difference"]
-        == f"-0.3750 ± {stdev((0.5, 0.5, 0.5, 0)) / 2:.4f} (4 paired, 95 %: -0.7728 to +0.0228)"
-    )
-    assert better["of"] == "best adapter, validation"
-    assert (better["valid"], better["faults"]) == ("75%", 2)
+    assert worse["difference"] == f"-0.3750 ± {stdev((0.5, 0.5, 0.5, 0)) / 2:.4f}"
+    assert (worse["95 % interval"], worse["pairs"]) == ("-0.7728 to +0.0228", 4)
+    assert better["measured on"] == "best adapter, validation part"
+    assert (better["valid"], better["faults"]) == (0.75, 2)
 
 
 def test_runs_that_differ_by_their_seed_are_one_row_whose_error_is_over_the_runs(tmp_path):
     """Fewer than three runs show each value: two are no measure of a spread."""
     one, two = (trained(tmp_path / f"x-{seed}", (0.5 + 0.1 * seed,), seed) for seed in (1, 2))
     [row] = rows(one, two)
-    assert (row["run"], row["N"]) == ("x (seeds 1, 2)", 2)
+    assert (row["run"], row["runs"]) == ("x (seeds 1, 2)", 2)
     assert (row["value"], row["score"]) == ("+0.0000, +0.5000", "0.6000, 0.7000")
     zero = trained(tmp_path / "x-0", (0.5,))
     others = [trained(tmp_path / f"z-{seed}", (0.4,), seed, lr=2.0) for seed in range(3)]
     first, second = rows(zero, one, two, *others)
     assert first["value"] == f"+0.0000 ± {0.5 / 3**0.5:.4f}"
-    assert (
-        second["difference"] == f"-1.0000 ± {0.5 / 3**0.5:.4f} (3 paired, 95 %: -2.2421 to +0.2421)"
-    )
+    assert second["difference"] == f"-1.0000 ± {0.5 / 3**0.5:.4f}"
+    assert (second["95 % interval"], second["pairs"]) == ("-2.2421 to +0.2421", 3)
     again = trained(tmp_path / "y-1", (0.9,), 1)  # every seed counts once
     both = [("y-1", 1), ("x (seeds 1, 2)", 2)]
-    assert [(row["run"], row["N"]) for row in rows(one, two, again)] == both
-    assert rows(one, two, others[1])[-1]["difference"] == "-1.2500"  # no common seed
+    assert [(row["run"], row["runs"]) for row in rows(one, two, again)] == both
+    assert rows(one, two, others[1])[-1]["difference"] == "-"  # no common seed
 
 
 def test_runs_are_grouped_by_their_whole_config_and_their_folder_not_by_their_names(tmp_path):
@@ -470,12 +476,12 @@ def test_runs_are_grouped_by_their_whole_config_and_their_folder_not_by_their_na
 
 def test_a_table_fits_into_the_terminal_and_names_the_columns_that_it_lost(monkeypatch):
     row = {"run": "a-run", "N": 1, "value": "+0.5000", "seconds": "1.0", "differs in": "x" * 40}
-    for columns, lost in ((30, "seconds, N, value"), (40, "seconds"), (200, "")):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        *lines, last = tables.aligned([row, row]).splitlines()
+    for width, lost in ((30, "seconds, value"), (40, "seconds"), (200, "")):
+        monkeypatch.setenv("COLUMNS", str(width))
+        *lines, last = columns.aligned([row, row]).splitlines()
         assert last.endswith(lost)
         assert last.startswith("left out") == bool(lost)
-        assert all(len(line) <= columns for line in lines)
+        assert all(len(line) <= width for line in lines)
         assert lines[0].startswith("run    ")
     assert lines[-1].split()[3:] == ["1.0", "x" * 40]
 
@@ -500,30 +506,32 @@ def test_one_table_for_a_task_whatever_differs(tmp_path):
     gain = {"difference": 0.25, "difference_stderr": 0.05}
     runs[2].result["final"]["best"] |= gain
     assert [row["gain over untrained"] for row in rows(runs[2])] == ["+0.2500 ± 0.0500"]
-    assert "gain over" not in tables.aligned(rows(runs[0]))
+    assert "gain over" not in columns.aligned(rows(runs[0]))
     assert [path.name for path in page.draw(runs, tmp_path)] == ["compare-training-titanic.png"]
 
 
 def test_a_run_that_is_not_finished_shows_its_last_steps(tmp_path):
-    said = tables.headline(stored(tmp_path))
-    assert said.startswith("Last 1 step: value +0.5000, 75% valid (training part; ")
-    assert "Status: running" in said
+    text = said(stored(tmp_path))
+    assert text.startswith("Last 1 step: value +0.5000, 75% valid, on the training part. ")
+    assert "Status: running" in text
 
 
 def test_why_no_node_is_valid(tmp_path):
     rejected = turn(status="rejected", observation="Nothing was run. There is no ```bash block.")
     run = search_run(tmp_path, [node("0.0", None)] * 2, turns=[rejected, turn()])
-    said = "2 x turn limit; 1 of 2 replies: Nothing was run. There is no ```bash block"
-    assert tables.why_none(run) == said
+    why = "2 x turn limit; 1 of 2 replies: Nothing was run. There is no ```bash block"
+    assert results.why_none(run) == why
 
 
 def test_an_adapter_that_lost_half_of_its_valid_submissions_is_marked(tmp_path):
     run = trained(tmp_path / "a")
-    assert "!" not in tables.final_table(run.result)
+    assert "!" not in results.final_table(run.result)
     lost = {"value_mean": -0.8, "value_stderr": 0.1, "valid_share": 0.3, "step": 9}
     run.result["final"]["last"] = lost
-    marked, sentence = [line for line in tables.final_table(run.result).splitlines() if "!" in line]
-    assert marked.startswith("last (step 9) !  -0.8000 ± 0.1000  30%")
+    sentence, marked = [
+        line for line in results.final_table(run.result).splitlines() if "!" in line
+    ]
+    assert marked.startswith("last (step 9) !  -0.8000 ± 0.1000    30%")
     assert sentence == "! last: the share of valid submissions fell from 80% to 30%."
 
 
@@ -532,7 +540,7 @@ def test_several_tasks_have_a_common_value_and_no_score(tmp_path):
     run = trained(tmp_path / "a", scores=(1.6, None), result=scale)
     [row] = rows(run)
     assert (row["value"], row["score"]) == ("+0.4000 ± 1.4000", "-")
-    assert tables.table([run]).startswith("titanic digits, training: 1 run of one")
+    assert compare.table([run]).startswith("titanic digits, training: 1 run of one")
     [path] = page.draw([run, run], tmp_path)
     assert path.name == "compare-training-titanic+digits.png"
 
@@ -551,16 +559,16 @@ def evaluated(folder, values, tests=None, **result):
 
 def test_an_evaluation_is_the_mean_over_all_episodes_on_the_test_part_if_it_was_scored(tmp_path):
     run = evaluated(tmp_path / "a", (0.8, None, None))
-    assert "All episodes: value +0.0000 ± 1.0000, 50% valid, " in tables.headline(run)
-    assert "(validation part; " in tables.headline(run)
-    assert "1 of 3 failed (value -1), 1 fault. Status: running." in tables.headline(run)
+    assert "All episodes: value +0.0000 ± 1.0000, 50% valid, " in said(run)
+    assert "on the validation part." in said(run)
+    assert "1 of 3 failed (value -1), 1 fault. Status: running." in said(run)
     assert [row["outcome"] for row in run.rows] == ["valid", "failed", "fault"]
     assert [line.split()[0] for line in viz.list_text(run).splitlines()[2:]] == ["0", "2", "4"]
     tested = evaluated(tmp_path / "b", (0.8, None), (0.7, 0.7))
-    assert "value +0.5000 ± 0.0000, 100% valid, loss 0.7000" in tables.headline(tested)
-    assert "(test part; " in tables.headline(tested)
+    assert "value +0.5000 ± 0.0000, 100% valid, loss 0.7000" in said(tested)
+    assert "on the test part." in said(tested)
     [row] = rows(tested)
-    assert (row["of"], row["score"]) == ("all episodes, test", "0.7000 ± 0.0000")
+    assert (row["measured on"], row["score"]) == ("all episodes, test part", "0.7000 ± 0.0000")
     [path, _] = page.write([run])
     assert path.name == "curves.png"
 
@@ -569,19 +577,19 @@ def test_an_evaluation_of_several_tasks_has_a_line_for_each(tmp_path):
     facts = {"value_mean": 0.5, "value_stderr": 0.1, "valid_share": 1.0}
     facts |= {f"digits.{key}": 0.25 for key in facts}
     run = evaluated(tmp_path, (0.8,), task="titanic digits", **facts)
-    lines = tables.final_table(run.result).splitlines()
+    lines = results.final_table(run.result).splitlines()
     assert [line.split() for line in lines[1:]] == [
         ["all", "+0.5000", "±", "0.1000", "100%"],
         ["digits", "+0.2500", "±", "0.2500", "25%"],
     ]
-    assert ", score" not in tables.headline(run)
+    assert ", score" not in said(run)
 
 
 def test_an_imitation_has_a_loss_and_no_value(tmp_path):
     steps = [{"step": step, "loss": 0.5 - 0.1 * step, "time": 1.8e9} for step in range(2)]
     run = stored(tmp_path, {"kind": "imitation", "episodes": 12}, steps)
-    assert tables.headline(run) == "Imitation of 12 episodes: last loss 0.4000. Status: running."
-    assert "An imitation has no value" in tables.table([run])
+    assert said(run) == "Imitation of 12 episodes: last loss 0.4000. Status: running."
+    assert "An imitation has no value" in compare.table([run])
     assert "loss" in viz.summary(run)
     assert "time" not in viz.summary(run)  # in rows of earlier versions
     assert [path.name for path in page.write([run])] == ["curves.png", "report.html"]
@@ -596,7 +604,7 @@ def test_a_key_of_the_rows_is_one_picture(tmp_path, capsys):
     assert "plot-value_mean.pdf" in printed(capsys, *folders, plot=keys, format="pdf")
     assert (tmp_path / "plot-reward_std.png").exists()
     assert (tmp_path / "plot-reward_std.pdf").read_bytes().startswith(b"%PDF")
-    [groups] = tables.groups_of([reader.read_run(folder) for folder in folders]).values()
+    [groups] = compare.groups_of([reader.read_run(folder) for folder in folders]).values()
     figure = plots.draw_panels(groups, ["value_mean"])
     [axis], [legend] = figure.axes, figure.legends
     assert (axis.get_title(), axis.get_xlabel()) == ("value", "steps")
@@ -623,7 +631,7 @@ def test_runs_without_a_key_are_named_and_the_others_drawn(tmp_path, capsys):
 def test_each_picture_has_one_size_for_a_paper_and_no_empty_cell(tmp_path):
     """Groups differ by more than their colour, which a grey print loses."""
     runs = [trained(tmp_path / name, lr=lr) for name, lr in (("a", 1.0), ("b", 2.0))]
-    [groups] = tables.groups_of(runs).values()
+    [groups] = compare.groups_of(runs).values()
     for panels in ((), ["seconds"], ["value_mean", "reward_mean", "seconds", "valid_share"]):
         figure = plots.draw_panels(groups, panels)
         figure.draw_without_rendering()
@@ -635,7 +643,7 @@ def test_each_picture_has_one_size_for_a_paper_and_no_empty_cell(tmp_path):
 
 
 def group_of(*runs):
-    return plots.RunGroup(plots.STYLES[0], {}, [*runs])
+    return compare.RunGroup(runs=[*runs])
 
 
 def test_the_curve_of_evaluations_begins_before_training(tmp_path):
@@ -731,11 +739,11 @@ def test_a_large_tree_is_cut_to_its_best_nodes_with_the_path_to_the_best(tmp_pat
 
 def test_what_the_numbers_do_not_say_is_a_sentence(tmp_path):
     run = searched(tmp_path / "a")
-    assert "a: the best node was not scored on the test part." in tables.notes([run])
+    assert "a: the best node was not scored on the test part." in results.notes([run])
     run.result["selected_on_test"] = True
     run.rows[0]["alarms"] = ["The loss is not finite."]
     run.result["degenerate"] = "titanic: women survive"
-    optimistic, degenerate, alarm = tables.notes([run])
+    optimistic, degenerate, alarm = results.notes([run])
     assert degenerate == "a: a score says little: titanic: women survive."
     assert "its score is optimistic" in optimistic
     assert "a: the last alarms: The loss" in alarm
@@ -749,14 +757,15 @@ def test_a_search_that_learns_shows_its_rounds_and_their_alarms(tmp_path):
     rows[1]["alarms"] = ["It decays."]
     (folder / "metrics.jsonl").write_text("".join(map(store.json_line, rows)))
     run = reader.read_run(folder)
-    titles, _, line = map(str.split, tables.rounds(run).splitlines())
-    assert titles == tables.ROUNDS[: tables.ON_TERMINAL]
+    [rounds] = results.run_tables(run)
+    titles, _, line = map(str.split, columns.aligned(rounds, 100).splitlines())
+    assert titles == results.ROUNDS[:8]
     assert line == ["7", "-", "-", "0.7500", "-", "-", "-", "-"]
     titles = [axis.get_title() for axis in plots.draw_panels([group_of(run)]).axes]
     changes = ["kl from the untrained model", "entropy of the replies"]
     assert titles[1:] == ["valid", "gain over the parent", *changes, "live lineages"]
     html = written(tmp_path, run).read_text()
-    assert tables.rounds(run) in viz.summary(run)
+    assert columns.aligned(rounds) in viz.summary(run)
     assert '<td class="number">0.1250</td>' in html
     for text in (viz.summary(run), html):
         assert "the last alarms: It decays." in text
@@ -861,7 +870,7 @@ def test_click_search_filter_sort_and_compare_nodes(tmp_path):
     run = search_run(tmp_path / "run", nodes)
     seen, messages = browse(written(tmp_path, run), script, "#0.1")
     assert messages == []
-    shown = "Best node (0.0.0): value +0.7500, accuracy 0.7500 (validation part"
+    shown = "Best node (0.0.0): value +0.7500, accuracy 0.7500, on the validation part"
     for text in (shown, "1 of 4 failed (value -1)", "KeyError: 'missing'"):
         assert text in seen["body"]
     assert seen["open"]
@@ -897,8 +906,8 @@ def test_groups_on_the_page_are_sorted_and_their_best_is_beside_their_worst(tmp_
     assert seen["advantage"][:3] == ["1/0", "1/1", "1/2"]
     assert seen["quiet"] == 2
     best, worst = seen["pair"]
-    assert "reward +0.900" in best and "advantage +1.200" in best and "no loss" in best
-    assert "reward -1.000" in worst and "no loss" not in worst
+    assert "+0.900" in best and "advantage +1.200" in best and "not trained" in best
+    assert "-1.000" in worst and "not trained" not in worst
 
 
 @needs_browser
@@ -910,14 +919,22 @@ def test_a_comparison_begins_with_its_answer_and_nothing_is_beyond_the_page(tmp_
         for seed in range(3)
     ]
     script = """
-    return [document.body.firstElementChild.innerText, all("th").slice(0, 3).map(e => e.innerText),
+    return [document.body.firstElementChild.innerText, all("h2").slice(0, 4).map(e => e.innerText),
+        all("table").map(table => table.rows[0].innerText.split("\\t").slice(0, 3).join()),
+        all(".wide").every(e => [...e.querySelectorAll("tr")].every(row => [...row.cells].every(
+            (cell, i) => cell.className === e.querySelectorAll("th")[i].className))),
         all(".wide").every(e => e.scrollWidth >= e.clientWidth),
         document.documentElement.scrollWidth <= innerWidth];
     """
-    (answer, titles, *fits), messages = browse(written(tmp_path, *runs), script, width=width)
-    assert answer.startswith("a (seeds 0, 1, 2) and b (seeds 0, 1, 2) do not differ: ")
-    assert titles == ["run", "differs in", "difference"]
-    assert fits == [True, True]
+    (answer, titles, tables, *fits), messages = browse(
+        written(tmp_path, *runs), script, width=width
+    )
+    assert answer.startswith(
+        "a (seeds 0, 1, 2) [lr=aaaaaaaaa] and b (seeds 0, 1, 2) [lr=bbbbbbbbb] do not"
+    )
+    assert titles == ["What differs", "Difference", "Each run", "How it was measured"]
+    assert tables[:3] == ["run,lr", "run,difference,95 % interval", "run,value,valid"]
+    assert fits == [True, True, True]
     assert messages == []
 
 

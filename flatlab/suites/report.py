@@ -15,16 +15,14 @@ from flatlab.suites.statistics import (
     probability_of_improvement,
 )
 from flatlab.view import plots
+from flatlab.view.columns import aligned, legend
+from flatlab.view.compare import RunGroup
 from flatlab.view.reader import RunData, folder_of
-from flatlab.view.tables import aligned
 
 MEANS = ["value", "valid", "position", "tokens", "seconds_env", "seconds"]  # of our attempts
 # looks of the published models: twenty different ones
 GREYS = ["0", "0.6", "0.3", "0.8", "0.45"] * 4
 LINES = ["-", "--", "-.", ":"] * 5
-# Formats of columns; others have four decimals
-FORMATS = {f"AUP, {kind}": "{:.3f}" for kind in KINDS}
-FORMATS |= {"value [95 %]": "{}", "valid": "{:.0%}", "place": "{:.0f}", "tokens": "{:.0f}"}
 
 
 def report(suite: dict, runs: list[RunData]) -> str:
@@ -68,39 +66,26 @@ def report(suite: dict, runs: list[RunData]) -> str:
         order = [f"AUP, {kind}" for kind in KINDS]
         totals[order] = areas.T
     elif len(runs) > 1:
-        styled = zip(plots.STYLES * len(runs), runs)
-        figure = plots.draw_panels([plots.RunGroup(style, {}, [run]) for style, run in styled])
+        figure = plots.draw_panels([RunGroup(runs=[run]) for run in runs])
     if figure:
         picture = folder_of(runs) / "profile.png"
-        picture.parent.mkdir(exist_ok=True)
         picture.parent.mkdir(exist_ok=True)
         write_whole(picture, plots.encoded(figure, "png"))
         print(f"wrote {picture}\n")
     totals = totals.sort_values(order, ascending=False).drop(columns="value")
-    shown = cells.dropna(subset="value"), totals  # cells of ours alone
-    parts = [aligned(texts_of(table)) for table in shown if len(table)]
+    frames = cells.dropna(subset="value"), totals  # cells of ours alone
+    tables = [frame.reset_index().to_dict("records") for frame in frames if len(frame)]
+    parts = [*map(aligned, tables)]
     for name, other in itertools.combinations(ours, 2):
         chance = interval(probability_of_improvement, *ours[name], *ours[other])
         parts.append(f"probability that {name} is better than {other}: {chance}")
     parts.append(f"over the tasks that all models have: {', '.join(sign.index)}")
-    return "\n\n".join([*parts, notes(suite, runs)])
-
-
-def texts_of(frame) -> list[dict]:
-    """The rows of a DataFrame as texts: a column has one number of decimals."""
-    texts = {}
-    for key in frame:
-        form = FORMATS.get(key, "{:.4f}").format
-        texts[key] = frame[key].map(form, na_action="ignore").fillna("-")
-    return frame.assign(**texts).reset_index().to_dict("records")
+    return "\n\n".join([*parts, legend(*tables), notes(suite, runs)])
 
 
 def notes(suite: dict, runs: list[RunData]) -> str:
     """Lines about the settings, the tasks that were left out and the published attempts."""
-    lines = [
-        "value [95 %]: bootstrap over the episodes of each task; ± in the outcome of a run is one "
-        "standard error over all its episodes"
-    ]
+    lines = []
     if not suite["attempts"]:
         lines.append(
             f"no AUP: the suite {suite['name']} has no published attempts to compare with; of "

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from flatlab.numbers import counted, duration, plus_minus
 from flatlab.task.value import value_of
-from flatlab.view import page, tables
+from flatlab.view import compare, page, results
 from flatlab.view.reader import read_run
 
 UNSAFE = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -66,7 +66,7 @@ def step_made(job, rows: list[dict], cfg) -> None:
 
 def farewell(run) -> None:
     """Prints the comparison of the adapters, and the outcome if there is a step."""
-    if table := tables.final_table(run.result):
+    if table := results.final_table(run.result):
         print(f"\n{table}")
     if run.rows():
         outcome(run.dir)
@@ -105,7 +105,9 @@ def outcome(*directories: Path) -> None:
     page.
     """
     runs = [read_run(directory) for directory in directories]
-    text = tables.headline(runs[0]) if len(runs) == 1 else tables.table(runs)
+    text = compare.table(runs)
+    if len(runs) == 1:
+        text = " ".join(results.outcome(runs[0]))
     say(f"\n{text}\n")
     folder = page.write(runs)[-1].parent
     again = shlex.join(map(str, directories))
@@ -169,8 +171,8 @@ def node_line(t, node) -> str:
 
 def round_line(row: dict) -> str:
     """One line of the terminal after a round of a search that learns."""
-    keys = tables.ROUNDS[: tables.ON_TERMINAL]
-    numbers = "  ".join(f"{key} {row[key]:.5g}" for key in keys if row.get(key) is not None)
+    keys = [key for key in results.ROUNDS[:8] if row.get(key) is not None]
+    numbers = "  ".join(f"{key} {row[key]:.5g}" for key in keys)
     return "\n      ! ".join([numbers, *row["alarms"]])
 
 
@@ -186,5 +188,5 @@ def report(trees: list, where: Path) -> None:
         outcome(where)
         return
     runs = [read_run(t.run.dir) for t in trees]
-    print(f"\n{tables.table(runs)}\n")  # viz.py draws the pictures of a grid; they take minutes
+    print(f"\n{compare.table(runs)}\n")  # viz.py draws the pictures of a grid; they take minutes
     print(f"everything: {viewed(where)}")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from flatlab.errors import UserError
 from flatlab.files import write_whole
-from flatlab.view import plots, reader, tables
+from flatlab.view import columns, compare, episodes, plots, reader, results
 from flatlab.view.reader import RunData, folder_of, read_run, transcript_files
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -23,11 +23,12 @@ LISTED_STEPS = 30  # steps whose groups are on the page
 # ------------------------------------------------------------------ pictures
 
 
-def draw(runs: list[RunData], folder: Path, format="png", keys=()) -> list[Path]:
+def draw(runs: list[RunData], folder: Path, format="png", keys=()) -> dict[Path, str]:
     """Writes the picture of one run and its tree, or a picture for each table of several; with keys
-    plot-KEY for each, and prints the runs that lack it. Raises UserError if all do.
+    plot-KEY for each, and prints the runs that lack it. Returns paths and what they show. Raises
+    UserError if all do.
     """
-    compared = tables.groups_of(runs)
+    compared = compare.groups_of(runs)
     figures, missing = {}, []
     for (kind, task), groups in compared.items():
         ending = f"-{kind}-{task}"[:150].replace(" ", "+")
@@ -47,12 +48,13 @@ def draw(runs: list[RunData], folder: Path, format="png", keys=()) -> list[Path]
         raise UserError(f"No run has numbers '{keys[0]}'; the last one has {', '.join(known)}.")
     if missing:
         print(f"not drawn, because the rows lack the key: {', '.join(missing)}")
-    paths = []
+    paths = {}
     folder.mkdir(exist_ok=True)
     for name, figure in figures.items():
         for kind in sorted({"png", format}):
-            paths.append(folder / f"{name}.{kind}")
-            write_whole(paths[-1], plots.encoded(figure, kind))
+            path = folder / f"{name}.{kind}"
+            write_whole(path, plots.encoded(figure, kind))
+            paths[path] = figure.get_label()
     return paths
 
 
@@ -78,8 +80,10 @@ def write(runs: list[RunData], format="png") -> list[Path]:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined)
-    views = {"base64": base64, "reader": reader, "tables": tables, "sample": sample, "tree": tree}
-    template = environment.from_string(TEMPLATE.read_text(), views)
+    environment.globals |= {"base64": base64, "columns": columns, "compare": compare}
+    environment.globals |= {"episodes": episodes, "reader": reader, "results": results}
+    environment.globals |= {"sample": sample, "tree": tree}
+    template = environment.from_string(TEMPLATE.read_text())
     folder = folder_of(runs)
     paths = draw(runs, folder, format)
     html = template.render(
@@ -88,10 +92,9 @@ def write(runs: list[RunData], format="png") -> list[Path]:
         nonce=secrets.token_hex(),
         paths=paths,
     )
-    paths.append(folder / "report.html")
-    # a reply may hold lone surrogates
-    write_whole(paths[-1], html.encode("utf-8", "replace"))
-    return paths
+    page = folder / "report.html"
+    write_whole(page, html.encode("utf-8", "replace"))  # a reply may hold lone surrogates
+    return [*paths, page]
 
 
 def tree(run: RunData, prefix: str):

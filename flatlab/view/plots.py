@@ -8,15 +8,18 @@ wide, a column 3.4. matplotlib and pandas are imported inside functions, because
 import io
 import re
 import textwrap
-from dataclasses import dataclass, field
-from itertools import accumulate, product
+from itertools import accumulate, cycle, product
 
 import numpy as np
 
 from flatlab.numbers import counted
 from flatlab.task.value import WORST
 from flatlab.train.metrics import evaluation_columns
+from flatlab.view.columns import FEW_SEEDS
+from flatlab.view.compare import RunGroup
+from flatlab.view.episodes import failure
 from flatlab.view.reader import NOUNS, RunData, score_text
+from flatlab.view.results import window_of
 
 # Okabe and Ito: distinct with any kind of colour vision; marks and dashes are for grey print
 COLOURS = "#0072B2 #D55E00 #009E73 #E69F00 #CC79A7 #56B4E9 #000000".split()
@@ -35,7 +38,6 @@ STYLE = {
     "pdf.fonttype": 42,
 }
 PAGE, COLUMN = 7.0, 3.4  # inches
-FEW_SEEDS = 3  # a mean over fewer runs has no interval
 # Kind of run -> keys of each panel; with *: a function of its own; gain_mean: of learn.py
 PANELS = {
     "training": (
@@ -54,6 +56,8 @@ PANELS = {
     "evaluation": ("*episodes",),
 }
 NAMES = {  # of keys, the words of the terminal first; others are written with spaces
+    "nodes": "values of the nodes and the best so far",
+    "episodes": "values of the episodes of each task",
     "value_mean": "value",
     "eval_value_mean": "value, evaluations",
     "reward_mean": "reward",
@@ -81,41 +85,12 @@ UNITS = {  # the first part that a key contains counts
 }
 
 
-@dataclass
-class RunGroup:
-    """Runs that differ by their seeds only."""
-
-    style: dict[str, str]  # of STYLES
-    settings: dict[str, str]  # see settings_of()
-    runs: list[RunData] = field(default_factory=list)
-    results: list[dict] = field(default_factory=list)  # of each run, see result_of()
-    differs: str = ""  # settings that most groups of the table do not have
-
-    @property
-    def seeds(self) -> list:
-        return [run.config.get("seed") for run in self.runs]
-
-    @property
-    def label(self) -> str:
-        """The name of its run; of several 'titanic-none (seeds 0, 1)', or all names."""
-        names = [run.name for run in self.runs]
-        if len(names) == 1:
-            return names[0]
-        common = {name.removesuffix(f"-{seed}") for name, seed in zip(names, self.seeds)}
-        return f"{' + '.join(sorted(common))} (seeds {str(self.seeds)[1:-1]})"
-
-
 # ------------------------------------------------------------------ numbers
 
 
 def series(rows: list[dict], key: str) -> np.ndarray:
     """One number per row, shape (rows,); NaN where a row has none."""
     return np.array([row.get(key) for row in rows], float)
-
-
-def window_of(rows) -> int:
-    """Steps to average over: a sixth of the run, at most 20."""
-    return max(1, min(20, len(rows) // 6))
 
 
 def by_step(group: RunGroup, key: str):
@@ -148,9 +123,9 @@ def draw_keys(axis, groups: list[RunGroup], keys: list[str]) -> None:
     several = len(groups) > 1
     alone = len(groups) == len(groups[0].runs) == 1
     for key, colour, dash in zip(keys, COLOURS, DASHES):
-        for group in groups:
+        for group, style in zip(groups, cycle(STYLES)):
             frame = by_step(group, key)
-            style = group.style if several else group.style | {"color": colour}
+            style = style if several else style | {"color": colour}
             axis.plot(frame, dash, color=style["color"], alpha=0.3, linewidth=0.7)
             windows = frame.dropna().rolling(window_of(frame), center=True, min_periods=1)
             draw_mean(axis, windows.mean(), linestyle=dash, **style)
@@ -227,20 +202,20 @@ def draw_nodes(axis, groups: list[RunGroup]) -> None:
     """
     import pandas
 
-    for group in groups:
+    for group, style in zip(groups, cycle(STYLES)):
+        marks = style | {"alpha": 0.5, "linestyle": ""}
+        crosses = marks | {"marker": "x", "transform": axis.get_xaxis_transform()}
         for one in group.runs:
-            style = group.style | {"alpha": 0.5, "linestyle": ""}
-            axis.plot(valid_values(one), markersize=2, **style)
+            axis.plot(valid_values(one), markersize=2, **marks)
             outcomes = enumerate([row["outcome"] for row in one.rows], 1)
             failed = np.array([number for number, outcome in outcomes if outcome == "failed"])
-            style |= {"marker": "x", "transform": axis.get_xaxis_transform()}
             # the layout would take an empty line for one at the lower left corner of the figure
-            axis.plot(failed, 0 * failed, clip_on=False, in_layout=False, **style)
+            axis.plot(failed, 0 * failed, clip_on=False, in_layout=False, **crosses)
         # a run that has ended keeps its value
         frame = pandas.concat(map(valid_values, group.runs), axis=1).cummax().ffill()
         if len(group.runs) > 1:
             frame = frame.fillna(WORST)
-        draw_mean(axis, frame, drawstyle="steps-post", **group.style)
+        draw_mean(axis, frame, drawstyle="steps-post", **style)
     axis.axhline(0, color=GREY, linestyle=":")
     axis.locator_params(axis="x", integer=True)
     axis.set(
@@ -261,7 +236,7 @@ def draw_episodes(axis, groups: list[RunGroup]) -> None:
 
     labels = []
     tasks = groups[0].runs[0].task.split()
-    for task, group in product(tasks, groups):
+    for task, (group, style) in product(tasks, zip(groups, cycle(STYLES))):
         rows = [row for run in group.runs for row in run.rows if row["task"] == task]
         if not rows:  # of a suite, left out or not played yet
             continue
@@ -270,7 +245,7 @@ def draw_episodes(axis, groups: list[RunGroup]) -> None:
         values = own["value"].astype(float)
         valid = values[own["outcome"] == "valid"]
         heights = strip + 0.6 * (np.arange(len(valid)) * GOLDEN % 1 - 0.5)
-        axis.plot(valid, heights, alpha=0.5, markersize=3, linestyle="", **group.style)
+        axis.plot(valid, heights, alpha=0.5, markersize=3, linestyle="", **style)
         axis.errorbar(values.mean(), strip, xerr=values.sem(), fmt="kD", capsize=3)
         ends = own["outcome"].value_counts()
         labels.append(f"{task}: {ends.get('failed', 0)} of {len(own)} failed")
@@ -324,12 +299,14 @@ def draw_tree(run: RunData, link: str = "#"):
     shown, path = best_nodes(run, LINES), best_path(run)
     rows = depth_first([row for row in run.rows if row["id"] in shown])
     figure = new_figure(PAGE, 1.0 + 0.18 * max(6, len(rows)))
+    figure.set_label(f"tree of {run.name}: the nodes with their scores and strategies")
     axis = figure.subplots()
     indent = min(INDENT, TREE_WIDTH / 3 / max(id.count(".") for id in shown))
     values = series(rows, "value")
     scale = {"vmin": WORST, "vmax": max(0.0, np.nanmax(values))}
     at, marks = {"0": (0.0, 1)}, {}
-    draw_root(axis, run)
+    axis.scatter(*at["0"], c="black", marker="|", s=28)
+    axis.text(*at["0"], f"\xa0  baseline  {run.baseline:.4f}", va="center")
     for number, row in enumerate(rows):
         id = row["id"]
         x, y = at[id] = id.count(".") * indent, -number
@@ -360,11 +337,6 @@ def draw_tree(run: RunData, link: str = "#"):
     return figure
 
 
-def draw_root(axis, run: RunData) -> None:
-    axis.scatter(0, 1, c="black", marker="|", s=28)
-    axis.text(0, 1, f"\xa0  baseline  {run.result['baseline']:.4f}", va="center")
-
-
 def line_of(row: dict) -> str:
     """A node in one line: id, score and strategy, or why it failed."""
     id = row["id"]
@@ -372,13 +344,6 @@ def line_of(row: dict) -> str:
     if row["outcome"] == "valid":
         return f"{text}  {row['idea']}"
     return f"{text}: {failure(row)}"
-
-
-def failure(row: dict) -> str:
-    """The line of the error that says why a node or episode failed, or how it ended."""
-    lines = row["error"].strip().split("\n")
-    named = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
-    return [*named, *lines][0] or row["status"]
 
 
 # ------------------------------------------------------------------ figures
@@ -438,12 +403,14 @@ def draw_panels(groups: list[RunGroup], panels=()):
         else:
             axis.sharex(axes[panels[-1]])
             draw_keys(axis, groups, keys.split())
+    shown = "; ".join(words_of(key.strip("*")) for keys in axes for key in keys.split())
+    figure.set_label(f"{kind}, {', '.join(group.label for group in groups)}: {shown}")
     if len(runs) > 1:
         handles = []
-        for group in groups:
+        for group, style in zip(groups, cycle(STYLES)):
             text = shorten(f"{group.label} {group.differs}", 200)
             text = textwrap.fill(text, int(15 * width))
-            handles += axis.plot([], [], label=text, **group.style)
+            handles += axis.plot([], [], label=text, **style)
         title = "mean over runs, band (three or more): ± standard error"
         title *= kind != "evaluation"
         legend = figure.legend(handles=handles, title=title, loc="outside lower center")

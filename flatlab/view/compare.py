@@ -1,0 +1,221 @@
+"""Several runs beside each other: groups that differ by their seeds, and the tables of them.
+
+Values of two groups that belong to the same seed are compared in pairs, which takes out what the
+seed has in common. Where seeds are the unit, a mean over fewer than three has no interval, and each
+value is shown instead.
+"""
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from flatlab.numbers import counted, plus_minus, standard_error, value_text
+from flatlab.view.columns import FEW_SEEDS, aligned, legend
+from flatlab.view.reader import RunData
+from flatlab.view.results import cell, faults, found, mean_or_each, notes, result_of, value_columns
+
+# ------------------------------------------------------------------ groups
+
+
+@dataclass
+class RunGroup:
+    """Runs that differ by their seeds only."""
+
+    settings: dict[str, str] = field(default_factory=dict)  # see settings_of()
+    runs: list[RunData] = field(default_factory=list)
+    results: list[dict] = field(default_factory=list)  # of each run, see result_of()
+    own: dict[str, str] = field(default_factory=dict)  # settings that most groups do not have
+
+    @property
+    def seeds(self) -> list:
+        return [run.config.get("seed") for run in self.runs]
+
+    @property
+    def label(self) -> str:
+        """The name of its run; of several 'titanic-none (seeds 0, 1)', or all names."""
+        names = [run.name for run in self.runs]
+        if len(names) == 1:
+            return names[0]
+        common = {name.removesuffix(f"-{seed}") for name, seed in zip(names, self.seeds)}
+        return f"{' + '.join(sorted(common))} (seeds {str(self.seeds)[1:-1]})"
+
+    @property
+    def differs(self) -> str:
+        return ", ".join(f"{key}={value}" for key, value in self.own.items() if value)
+
+    @property
+    def value(self) -> float:
+        return fmean(found(self.results, "value_mean") or [-math.inf])
+
+
+def groups_of(runs: list[RunData]) -> dict[tuple[str, str], list[RunGroup]]:
+    """(kind, task) -> groups of runs that differ by their seed only, for each table.
+
+    A group has one run of each seed; further ones are another group. Runs of one folder are kept
+    together.
+    """
+    compared = {}
+    for run in sorted(runs, key=lambda run: (run.dir.parent, run.name)):
+        table = compared.setdefault((run.kind, run.task), [])
+        settings, seed = settings_of(run), run.config.get("seed")
+        same = [g for g in table if g.settings == settings and seed not in g.seeds]
+        if not same:
+            same = [RunGroup(settings)]
+            table += same
+        same[-1].runs.append(run)
+    for table in compared.values():
+        frequency = Counter(pair for group in table for pair in group.settings.items())
+        for group in table:
+            pairs = group.settings.items()
+            group.own = {
+                key: value for key, value in pairs if frequency[key, value] <= len(table) / 2
+            }
+    return compared
+
+
+def settings_of(run: RunData) -> dict[str, str]:
+    """All that makes a run besides its seed: setting -> text; 'my.yaml@1a2b3c' with a digest."""
+    settings = run.config.items()
+    texts = {key: value_text(value) for key, value in settings if key not in ("seed", "name")}
+    for part, digest in run.fingerprint.items():
+        texts[part] = f"{texts.get(part, '')}@{digest[-1] if part == 'code' else digest:.6}"
+    return texts
+
+
+# ------------------------------------------------------------------ tables
+
+
+def table(runs: list[RunData], limit: int | None = None) -> str:
+    """Text of `python viz.py logs/*`: for each kind of run and task the answer and a table, then
+    what the columns mean.
+    """
+    parts, shown = [], []
+    for heading, sentence, tables in comparisons(runs):
+        parts.append(f"{heading}: {sentence}")
+        if tables:
+            shown.append(tables["Difference"])
+            parts[-1] += f"\n{aligned(shown[-1], limit)}"
+    return "\n\n".join([*parts, legend(*shown), *notes(runs)])
+
+
+def comparisons(runs: list[RunData]) -> list[tuple[str, str, dict[str, list[dict]]]]:
+    """For each kind of run and task a heading, the answer, and the tables: title -> rows."""
+    compared = []
+    for (kind, task), groups in groups_of(runs).items():
+        sentence, tables = "An imitation has no value: evaluate its adapter to compare it.", {}
+        if kind != "imitation":
+            ranked = with_results(groups)
+            sentence = answer(ranked)
+            tables = {
+                "What differs": setting_rows(ranked),
+                "Difference": rows_of(ranked),
+                "Each run": run_rows(ranked),
+            }
+        compared.append((f"{task}, {kind}", sentence, tables))
+    return compared
+
+
+def with_results(groups: list[RunGroup]) -> list[RunGroup]:
+    """The groups with their results, the largest value first."""
+    for group in groups:
+        group.results = [result_of(run) for run in group.runs]
+    return sorted(groups, key=lambda group: group.value, reverse=True)
+
+
+def answer(ranked: list[RunGroup]) -> str:
+    """The comparison of the best group of runs with the next one in a sentence."""
+    best, *others = ranked
+    if not others:
+        seeds = counted(len(best.runs), "run")
+        return f"{seeds} of one setting, value {cell(best.results, 'value_mean', '+')}."
+    names = [group.label + f" [{group.differs}]" * bool(group.own) for group in ranked[:2]]
+    both = " and ".join(names)
+    pairs = paired(best, others[0])
+    if len(pairs) < FEW_SEEDS:
+        values = " and ".join(plus_minus(group.value, None, "+") for group in ranked[:2])
+        return f"{both}: {values}; {counted(len(pairs), 'paired seed')}: too few for an interval."
+    low, high = interval(pairs)
+    verdict = f"{both} do not differ"
+    if low > 0:
+        verdict = f"{names[0]} is better than {names[1]}"
+    elif high < 0:
+        verdict = f"On the common seeds {names[0]} is worse than {names[1]}"
+    return (
+        f"{verdict}: {mean_or_each(pairs)}, 95 % interval {low:+.4f} to {high:+.4f}, "
+        f"{len(pairs)} paired seeds."
+    )
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """The 95 % interval of the mean of these values by Student's t."""
+    from scipy.stats import t
+
+    half = t.ppf(0.975, len(values) - 1) * standard_error(values)
+    return fmean(values) - half, fmean(values) + half
+
+
+def setting_rows(groups: list[RunGroup]) -> list[dict]:
+    """A row per group: the settings that are not the same in all of them."""
+    keys = dict.fromkeys(key for group in groups for key in group.own)
+    names = [{"run": group.label} for group in groups]
+    rows = [{key: group.settings.get(key) for key in keys} for group in groups]
+    return [name | row for name, row in zip(names, rows)] if keys else []
+
+
+def rows_of(ranked: list[RunGroup]) -> list[dict]:
+    """A row per group of the same kind and task, with its difference to the first one."""
+    best = ranked[0]
+    return [{"run": group.label} | difference(group, best) | row_of(group) for group in ranked]
+
+
+def run_rows(groups: list[RunGroup]) -> list[dict]:
+    """A row per run."""
+    rows = []
+    for group in groups:
+        for run, result in zip(group.runs, group.results):
+            rows.append(row_of(RunGroup(runs=[run], results=[result])))
+    return rows
+
+
+def row_of(group: RunGroup) -> dict:
+    results = group.results
+    what, *_ = results[0]["what"].split(" (")  # without its step or its id
+    return {
+        "run": group.label,
+        **value_columns(results, "score"),
+        "runs": len(results),
+        "measured on": f"{what}, {results[0]['part']} part",
+        "gain over untrained": cell(results, "difference", "+"),
+        "error of one score": cell(results, "rows_error"),
+        "faults": sum(map(faults, group.runs)),
+        "status": ", ".join(dict.fromkeys(run.status for run in group.runs)),
+        "differs in": group.differs,
+    }
+
+
+def difference(group: RunGroup, best: RunGroup) -> dict:
+    """Columns about the difference of the values to those of the best group."""
+    facts = dict.fromkeys(("difference", "95 % interval", "pairs"), "-")
+    if group is best:
+        return facts
+    pairs = paired(group, best)
+    facts |= {"difference": mean_or_each(pairs), "pairs": len(pairs)}
+    if len(pairs) >= FEW_SEEDS:
+        low, high = interval(pairs)
+        facts["95 % interval"] = f"{low:+.4f} to {high:+.4f}"
+    return facts
+
+
+def paired(group: RunGroup, other: RunGroup) -> list[float]:
+    """The differences of the values, for the seeds that both have."""
+    values, others = values_of(group), values_of(other)
+    return [values[seed] - others[seed] for seed in values if seed in others]
+
+
+def values_of(group: RunGroup) -> dict:
+    """The values by seed of one run, or of several the mean of each."""
+    if len(group.runs) == 1:
+        return group.results[0]["values"]
+    seeds = zip(group.seeds, group.results)
+    return {seed: result["value_mean"] for seed, result in seeds if result["values"]}

@@ -1,0 +1,345 @@
+"""The outcome of a run: the numbers, sentences about them, and the tables of a single run.
+
+A result is a mean of values (see task/value.py): of the episodes of an evaluation, or of one value
+per seed. Every ± is the standard error of a mean.
+"""
+
+from collections import Counter
+from statistics import fmean
+
+from flatlab.numbers import BEST_OF, counted, duration, plus_minus, standard_error, value_text
+from flatlab.task.value import summary, summary_text
+from flatlab.train.metrics import fell_by_half
+from flatlab.view.columns import FEW_SEEDS, aligned, texts_of
+from flatlab.view.reader import NOUNS, RunData, episode_items, read_all, transcript_files
+
+# ------------------------------------------------------------------ results
+
+
+def result_of(run: RunData) -> dict:
+    """The value of a run. Training: of the best adapter on the fresh seeds at the end, or of the
+    last steps before that.
+
+    Keys: those of summary(), except that valid_share is over all nodes of a search. what: the
+    adapter, node or episodes that have the value. part: of the data. values: by seed; one for each
+    episode, or a single one for the best node of a search. rows_error: the standard error of a
+    score over the rows or games of the part, mean over the episodes.
+    """
+    if run.kind == "search":
+        return best_node(run)
+    if run.kind == "evaluation":
+        return result_of_episodes(run, "all episodes", run.rows, run.result["split"])
+    if final := run.result.get("final"):
+        best = final["best"]
+        what = f"best adapter (step {best['step']})"
+        if final["best_is_untrained"]:
+            what = "untrained adapter"
+        items = episode_items(run.dir / best["file"])
+        return best | result_of_episodes(run, what, items, final["split"])
+    last = run.rows[-window_of(run.rows) :]
+    means = {key: fmean(found(last, key)) for key in ("value_mean", "valid_share")}
+    return means | {"what": f"last {counted(len(last), 'step')}", "part": "training", "values": {}}
+
+
+def result_of_episodes(run: RunData, what: str, items: list[dict], split: str) -> dict:
+    """split: the part that was scored, unless the test part was scored, too."""
+    graded = [item for item in items if item["outcome"] != "fault"]
+    task = None if " " in run.task else run
+    errors = found(graded, "stderr")
+    return summary([item["improvement"] for item in graded], task) | {
+        "what": what,
+        "part": "test" if any(item["is_tested"] for item in graded) else split,
+        "values": {(item["task"], item["seed"]): item["value"] for item in graded},
+        "rows_error": fmean(errors) if errors and task else None,
+    }
+
+
+def best_node(run: RunData) -> dict:
+    """The best node: its test score, or without one the score that it was chosen by."""
+    result = run.result
+    scored = "test" if result["tested_id"] else "best"
+    return {
+        "what": f"best node ({result['best_id']})" if result["best_id"] else "no valid node",
+        "part": "test" if scored == "test" and not result["exact"] else result["split"],
+        "values": {run.config["seed"]: result["value"]},
+        "value_mean": result["value"],
+        "valid_share": result["valid_share"],
+        "score_mean": result[f"{scored}_score"],
+        "rows_error": result[f"{scored}_stderr"],
+    }
+
+
+def window_of(rows) -> int:
+    """Steps to average over: a sixth of the run, at most 20."""
+    return max(1, min(20, len(rows) // 6))
+
+
+def found(rows: list[dict], key: str) -> list[float]:
+    return [row[key] for row in rows if row.get(key) is not None]
+
+
+def faults(run: RunData) -> int:
+    return sum(row.get("faults", 0) or row.get("outcome") == "fault" for row in run.rows)
+
+
+# ------------------------------------------------------------------ sentences about a run
+
+
+def heading(run: RunData) -> str:
+    """One line about the run: name, task, mode, rule, seed, model, length."""
+    config = run.config
+    keys = "sampling_mode select model".split()
+    facts = [value_text(config[key]) for key in keys if key in config]
+    seconds = run.result.get("seconds") or sum(row.get("seconds", 0) for row in run.rows)
+    size = counted(len(run.rows), NOUNS[run.kind])
+    end = f"seed {config.get('seed')}, {size} in {duration(seconds)}"
+    return f"{run.name}: {', '.join([run.task, *facts, end])}"
+
+
+def outcome(run: RunData) -> list[str]:
+    """Sentences: the answer of the run, what has which value, failures, status, and notes."""
+    if run.kind == "imitation":
+        loss = plus_minus(run.rows[-1]["loss"], None)
+        episodes = counted(run.result["episodes"], "episode")
+        sentences = [f"Imitation of {episodes}: last loss {loss}."]
+    else:
+        sentences = [*gain(run.result.get("final")), *value_sentences(run), ends(run)]
+    return [*sentences, f"Status: {run.status}.", *notes([run])]
+
+
+def gain(final: dict | None) -> list[str]:
+    """A sentence about the best adapter beside the untrained one, if they were compared."""
+    best = final["best"] if final else {}
+    if best.get("difference") is None:
+        return []
+    text = "No adapter was better than the untrained one"
+    if not final["best_is_untrained"]:
+        difference = plus_minus(best["difference"], best.get("difference_stderr"), "+")
+        pairs = best["difference_n"]
+        text = f"Best adapter: {difference} over the untrained one on {pairs} paired seeds"
+    if "test_value_mean" in best:
+        value = plus_minus(best["test_value_mean"], best.get("test_value_stderr"), "+")
+        text += f"; its value on the test part is {value}"
+    return [f"{text}."]
+
+
+def value_sentences(run: RunData) -> list[str]:
+    """Sentences: what has which value, and what values mean in the unit of the task."""
+    result = result_of(run)
+    if result["what"] == "no valid node":
+        return [f"No valid node: {why_none(run)}."]
+    if run.kind == "search":
+        result |= {"valid_share": None}  # of all nodes: ends() has it
+    digits = 6 if run.result.get("exact") else 4
+    text = summary_text(result, run.result["metric"], digits)
+    value = f"{result['what'].capitalize()}: {text}, on the {result['part']} part."
+    return [value, scale(run, result)]
+
+
+def scale(run: RunData, result: dict) -> str:
+    """A sentence about the values in the unit of the task; several tasks have several units."""
+    if " " in run.task:
+        return "Value 0 is the baseline of a task, 1 a good known score."
+    text = f"Value 0 is the baseline {run.baseline:.4f}"
+    if run.reference is not None:
+        text += f", 1 a good known score {run.reference:.4f}"
+    if error := result.get("rows_error"):
+        text += f"; a single score has the standard error {error:.4f}"
+    return f"{text}; {'higher' if run.higher_is_better else 'lower'} is better."
+
+
+def ends(run: RunData) -> str:
+    """Numbers of failed nodes or episodes, and of faults."""
+    text = counted(faults(run), "fault")
+    if NOUNS[run.kind] != "step":
+        failed = sum(row["outcome"] == "failed" for row in run.rows)
+        text = f"{failed} of {len(run.rows)} failed (value -1), {text}"
+    return f"{text}."
+
+
+def why_none(run: RunData) -> str:
+    """The reasons why no node is valid: how they ended, and the most frequent error."""
+    ends = Counter(row["status"].replace("_", " ") for row in run.rows)
+    parts = [f"{number} x {status}" for status, number in ends.most_common()]
+    turns = [turn for item in read_all(transcript_files(run)) for turn in item["turns"]]
+    wrong = [turn for turn in turns if turn["status"] in ("rejected", "invalid")]
+    said = Counter(turn["observation"].partition("\n")[0] for turn in wrong)
+    for text, number in said.most_common(1):
+        parts.append(f"{number} of {len(turns)} replies: {text.rstrip('.')}")
+    return "; ".join(parts)
+
+
+# Keys of result.json and of states() -> sentences for runs where they are neither 0, false nor
+# empty
+NOTES = {
+    "selected_on_test": "the task has a test part only, so the best was chosen on it and its score "
+    "is optimistic",
+    "exact": "the score is exact",
+    "degenerate": "a score says little: {degenerate}",
+    "ungraded": "the grader gave no result for {ungraded} failed nodes: see grader_output in the "
+    "journal",
+    "without_strategy": "{without_strategy} of {nodes} nodes got no strategy, so their mode is "
+    "none: the replies held too few that could be read",
+    "unread_strategies": "{unread_strategies} strategies in replies could not be read: their JSON "
+    "was damaged or cut off",
+    "is_invalid_on_test": "the best node is not valid on the test part",
+    "is_untested": "the best node was not scored on the test part",
+    "is_read_again": "a search that went on with more --nodes has read the test part {test_reads} "
+    "times",
+    "is_local": "the selection rule replaced the sampling mode of some nodes",
+    "is_mixed": "its code changed while it went on",
+    "last_alarms": "the last alarms: {last_alarms}",
+}
+
+
+def notes(runs: list[RunData]) -> list[str]:
+    """Sentences about what the numbers do not say, with the names of their runs."""
+    names = {}
+    for run in runs:
+        facts = run.result | states(run)
+        for key in NOTES:
+            if facts.get(key):
+                names.setdefault(NOTES[key].format(**facts), []).append(run.name)
+    return [f"{', '.join(same)}: {sentence}." for sentence, same in names.items()]
+
+
+def states(run: RunData) -> dict:
+    """The keys of NOTES that are not in result.json."""
+    result = run.result
+    has_one_part = result.get("selected_on_test") or result.get("exact")
+    is_tested = result.get("tested_id")
+    alarms = [text for row in run.rows + run.rounds for text in row.get("alarms", ())]
+    return {
+        "is_invalid_on_test": is_tested and result["test_score"] is None,
+        "is_untested": result.get("best_id") and not is_tested and not has_one_part,
+        "is_read_again": result.get("test_reads", 0) > 1,
+        "is_local": "local" in result.get("sampling_modes_used", ()),
+        "is_mixed": len(run.fingerprint.get("code", ())) > 1,
+        "last_alarms": "; ".join(alarms[-3:]),
+    }
+
+
+# ------------------------------------------------------------------ numbers of one run, or several
+
+
+def value_columns(results: list[dict], metric: str) -> dict:
+    """Columns of a table. results: of summary() for each run."""
+    return {
+        "value": cell(results, "value_mean", "+"),
+        "valid": fmean(one["valid_share"] for one in results),
+        metric: cell(results, "score_mean"),
+        f"best of {BEST_OF}": cell(results, f"score_best_of_{BEST_OF}"),
+    }
+
+
+def cell(results: list[dict], key: str, sign: str = "") -> str:
+    """A number of a single run with its own standard error, or its mean over several runs."""
+    if len(results) > 1:
+        return mean_or_each(found(results, key), sign)
+    error = f"{key.removesuffix('_mean')}_stderr"
+    return plus_minus(results[0].get(key), results[0].get(error), sign)
+
+
+def mean_or_each(values: list[float], sign: str = "+") -> str:
+    """The mean ± its standard error; of fewer than FEW_SEEDS, each value."""
+    if len(values) < FEW_SEEDS:
+        return ", ".join(f"{value:{sign}.4f}" for value in values) or "-"
+    return plus_minus(fmean(values), standard_error(values), sign)
+
+
+# ------------------------------------------------------------------ tables of one run
+
+# Keys of the rounds of a search that learns, as docs/runs.md explains them, in the order of weight
+ROUNDS = (
+    "step nodes best_score valid_share improved_share gain_mean live_lineages kl "
+    "tokens elapsed gain_stderr largest_lineage_share depth duplicate_share cut_share"
+).split()
+
+
+def run_tables(run: RunData) -> list[list[dict]]:
+    """The adapters at the end of a training, or the tasks of an evaluation; the rounds of a search
+    that learns.
+    """
+    rows, _ = final_rows(run.result)
+    rounds = [{key: row.get(key) for key in ROUNDS} for row in run.rounds]
+    return [table for table in (rows, rounds) if table]
+
+
+def final_table(result: dict) -> str:
+    """The comparison at the end of a training run, or the tasks of an evaluation of several; "" for
+    other runs. result: of result.json.
+    """
+    rows, sentences = final_rows(result)
+    return "\n".join([*sentences, aligned(rows)]) if rows else ""
+
+
+def final_rows(result: dict) -> tuple[list[dict], list[str]]:
+    """The rows of final_table(), and sentences about them."""
+    tasks = result["task"].split()
+    final = result.get("final")
+    if not final:
+        return by_task(result, tasks, "score") if len(tasks) > 1 else [], []
+    best, untrained = final["best"], final["untrained"]
+    metric = result["metric"] if "score_mean" in best else "score"
+    sentences = [
+        f"{final['split']} part, {final['n']} fresh seeds that were never used for selection, the "
+        "same ones for every adapter"
+    ]
+    rows = []
+    for name in ("untrained", "last", "best"):
+        facts = final[name]
+        step = facts.get("step", -1)  # an adapter from before the first step has none
+        label = name if step < 0 else f"{name} (step {step})"
+        if fell_by_half(facts["valid_share"], untrained["valid_share"]):
+            label += " !"
+            shares = f"{untrained['valid_share']:.0%} to {facts['valid_share']:.0%}"
+            sentences.append(f"! {name}: the share of valid submissions fell from {shares}.")
+        difference = cell([facts], "difference", "+")
+        if name == "best" and final["best_is_untrained"]:
+            difference = "the same adapter"
+        rows.append(
+            {
+                "adapter": label,
+                **value_columns([facts], metric),
+                "difference to the untrained": difference,
+                "pairs": facts.get("difference_n", "-"),
+            }
+        )
+    if "test_value_mean" in best:
+        for row in by_task(best, tasks, metric):
+            which = f", {row['task']}" if len(tasks) > 1 else ""
+            rows.append(row | {"adapter": f"best, test part{which}"})
+    if final["best_is_untrained"]:
+        sentences.append("best is the untrained adapter: no evaluation during training was better.")
+    return rows, sentences
+
+
+def by_task(facts: dict, tasks: list[str], metric: str) -> list[dict]:
+    """A row for all episodes, and one for each of several tasks; on the test part if it was
+    scored.
+    """
+    part = "test_" if "test_value_mean" in facts else ""
+    rows = []
+    for task in ["all", *tasks]:
+        prefix = part if task == "all" else f"{task}.{part}"
+        own = {key.removeprefix(prefix): facts[key] for key in facts if key.startswith(prefix)}
+        if "value_mean" in own:
+            rows.append({"task": task, **value_columns([own], metric)})
+    return rows
+
+
+def step_rows(rows: list[dict]) -> list[dict]:
+    """The numbers in the rows at the start and at the end of the run, each in its own format."""
+    import pandas
+
+    # evaluations are rare, standard errors and the seconds of the phases are details; runs of
+    # earlier versions have the time
+    shown = "^(?!step$|time$|eval_|seconds_).*(?<!stderr)$"
+    frame = pandas.DataFrame(rows).select_dtypes("number").filter(regex=shown)
+    window = window_of(rows)
+    means = {"first": frame.head(window).mean(), "last": frame.tail(window).mean()}
+    titles = [f"{name} {counted(window, 'step')}" for name in means]
+    return [
+        {"mean of": key} | dict(zip(titles, texts_of([*pair])))
+        for key, *pair in pandas.DataFrame(means).itertuples()
+    ]
