@@ -49,7 +49,8 @@ def opened(folder, makers=MADE_BY, **changes):
 # ------------------------------------------------------------------ resume and refuse
 
 
-def test_new_run_says_what_ran_before_the_first_step(tmp_path):
+def test_new_run_says_what_ran_before_the_first_step(tmp_path, monkeypatch):
+    monkeypatch.undo()  # see quick_provenance
     run = opened(tmp_path / "a" / "run")
     saved = files.read_mapping(run.dir / "config.yaml")
     made_by = MADE_BY | {"code": [MADE_BY["code"]]}
@@ -588,7 +589,7 @@ def test_the_first_line_needs_no_torch():
     """The model and its context are read from config.json."""
     code = (
         "import sys, grpo; sys.argv = ['grpo.py', '--model', 'tiny', '--name', 'no-such-run']; "
-        "[cfg], model = grpo.start.configs(grpo.Config, 'grpo', grpo.check); "
+        "[cfg], model = grpo.start.configs(grpo.Config, 'grpo'); "
         "print(cfg.model.context, model.stand_in, {'torch', 'transformers'} & {*sys.modules})"
     )
     assert python("-c", code).stdout == "2048 True set()\n"

@@ -331,6 +331,7 @@ def test_fork_bomb(isolated, bomb):
         assert int(out(box, "ls -d /proc/[0-9]* | wc -l")) < 12
 
 
+@pytest.mark.attack("filling the disk")
 @pytest.mark.fault(13, "full disk")
 def test_disk(isolated):
     with closing(Sandbox(isolated, disk=16 << 20)) as box:
@@ -491,6 +492,8 @@ REFUSED = {
 
 
 @pytest.mark.fault(24, "links, devices, sockets, sparse files instead of an artefact")
+@pytest.mark.attack("an artefact of 10 GB")
+@pytest.mark.attack("an artefact that is a link, a device, a FIFO, a socket or a folder")
 def test_get_refuses_what_is_not_a_plain_small_file(box):
     for path, (make, why) in REFUSED.items():
         box.run(f"cd {box.workspace}; {make}", 10)

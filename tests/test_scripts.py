@@ -435,7 +435,7 @@ def test_an_endpoint_is_evaluated(here):
         code, _, err = here(f"{flags} 0 1")  # each seed has an event loop of its own
         assert code == 0, err
     result = result_of("a-1")
-    assert (result["n"], result["valid_share"], result["tokens"]) == (2, 1, 2 * 2 * 7)
+    assert (result["n"], result["valid_share"]) == (2, 1)
     assert result["value"] == result["test_value_mean"] > 0
     assert not list(Path("logs/a-1").rglob("*.tokens*"))  # its tokens are not the model's
     code, _, err = here("--task titanic --url http://localhost:1/v1")

@@ -212,15 +212,15 @@ def test_parse_grade():
 
 
 @pytest.mark.parametrize(
-    "score, expected, baseline, up, reference",
+    "score, expected, baseline, reference, up",
     [
-        (0.8, 2 / 3, 0.6, True, 0.9),
-        (8.0, 0.5, 10.0, False, 6.0),
-        (12.0, -0.5, 10.0, False, 6.0),
-        (8.0, 0.2, 10.0, False, None),
+        (0.8, 2 / 3, 0.6, 0.9, True),
+        (8.0, 0.5, 10.0, 6.0, False),
+        (12.0, -0.5, 10.0, 6.0, False),
+        (8.0, 0.2, 10.0, None, False),
     ],
 )
-def test_improvement_knows_direction_and_unit(score, expected, baseline, up, reference):
+def test_improvement_knows_direction_and_unit(score, expected, baseline, reference, up):
     task = SimpleNamespace(baseline=baseline, higher_is_better=up, reference=reference)
     assert improvement(score, task) == pytest.approx(expected)
     assert score_at(expected, task) == pytest.approx(score)
@@ -234,7 +234,6 @@ TARGETS = {"titanic": "survived", "diabetes": "progression", "digits": "label"}
 @pytest.mark.parametrize("name", TARGETS)
 def test_data_is_what_make_data_writes(tmp_path, name):
     """So the parts are stratified, and the committed answers are those of the public files."""
-    pytest.importorskip("sklearn")
     make_data.main(name, tmp_path)
     for file in ("train.csv", "test.csv", "answers.csv"):
         assert (tmp_path / file).read_bytes() == (TASKS_DIR / name / file).read_bytes()
@@ -457,29 +456,27 @@ def test_mlgym_answers_are_hidden_and_folders_kept(mlgym):
 
 
 def test_mlgym_split_that_is_not_there_yet(mlgym):
+    name = "regressionKaggleHousePrice"
     with user_error("data is missing; task .* needs it: run `python _generate_split.py` in"):
-        load_task("regressionKaggleHousePrice", mlgym)
-    for name in ("train", "answer"):
-        write(mlgym, {f"data/regressionKaggleHousePrice/data/{name}.csv": "x"})
-    task = load_task("regressionKaggleHousePrice", mlgym)
+        load_task(name, mlgym)
+    write(mlgym / f"data/{name}/data", {"train.csv": "x", "answer.csv": "x"})
+    task = load_task(name, mlgym)
     assert set(task.public) == {"baseline.py", "data/train.csv"}
+    assert set(task.hidden) == {"evaluate.py", "data/answer.csv"}
     assert task.metric == "r2"
-    assert "data/answer.csv" in task.hidden
 
 
 def test_mlgym_folders_as_artefacts(mlgym, tmp_path):
     task = load_task("rlMetaMaze", mlgym)
     assert task.requirements == mlgym / "data/rl/requirements.txt"
-    assert task.metric == "Reward Mean"
     assert set(task.public) == {"src/train.py", "src/config.yaml"}
-    paths = ("checkpoints/a-0.pkl", "src/deep/net.py", "my.yaml", "evaluate.py", "data/my.yaml")
-    assert [task.is_artefact(path) for path in paths] == [True, True, True, False, False]
+    assert all(map(task.is_artefact, ("checkpoints/a-0.pkl", "src/deep/net.py", "my.yaml")))
+    assert not any(map(task.is_artefact, ("evaluate.py", "data/my.yaml")))
     bare = {"checkpoints/a.pkl": b""}
     files = bare | {"src/config.yaml": b"four"}
     assert "src/train.py" not in task.grading_files(files)  # the agent has removed it
     assert score_of(task, tmp_path / "a", files) == (4, "")
-    message = "there is no configuration (*.yaml)"
-    assert score_of(task, tmp_path / "c", bare) == (None, message)
+    assert score_of(task, tmp_path / "c", bare)[1] == "there is no configuration (*.yaml)"
 
 
 def test_mlgym_task_of_the_user(mlgym):
@@ -566,6 +563,7 @@ METRIC = "return float("
 CHECK = 'raise InvalidSubmissionError("other ids")'
 
 
+@pytest.mark.attack("answers through the error text of a competition of MLE-Dojo")
 @pytest.mark.parametrize(
     "old, new, shown",
     [
@@ -604,19 +602,19 @@ def test_dojo_validation_has_no_score_where_test_has_none(dojo, tmp_path):
         assert said == (None, "the metric is no number below 1e+100 in size")
 
 
-@pytest.mark.parametrize(
-    "path, message",
-    [
-        ("data/prepared/mine/data/private", "private is missing; let MLE-Dojo prepare mine again"),
-        ("data/prepared/mine/data/private/test_answer.csv", "private/test_answer.csv is missing"),
-        ("mledojo", "set .MLEDOJO_REPO to a checkout"),
-        ("data/prepared/mine", "no <name>/data/public"),
-    ],
-)
-def test_dojo_says_what_is_missing(dojo, tmp_path, path, message):
-    (tmp_path / "MLE-Dojo" / path).rename(tmp_path / "away")
-    with user_error(message):
-        load_task("mine", mledojo_root=dojo)
+def test_dojo_says_what_is_missing(dojo, tmp_path):
+    """Each besides those before it."""
+    for number, (path, message) in enumerate(
+        {
+            "mledojo": "set .MLEDOJO_REPO to a checkout",
+            "data/prepared/mine/data/private/test_answer.csv": "/test_answer.csv is missing",
+            "data/prepared/mine/data/private": "private is missing; let MLE-Dojo prepare mine",
+            "data/prepared/mine": "no <name>/data/public",
+        }.items()
+    ):
+        (tmp_path / "MLE-Dojo" / path).rename(tmp_path / f"away{number}")
+        with user_error(message):
+            load_task("mine", mledojo_root=dojo)
 
 
 # ---------------------------------------------------------------------------------- real checkouts
@@ -739,11 +737,11 @@ def check_before_a_run(task):
 @pytest.mark.parametrize(
     "old, new, said",
     [
-        (",selection,", ",selectoin,", "no row has the part selection; the parts are selectoin"),
+        (",selection,", ",selectoin,", "rows of the part selectoin, but the splits are"),
         (",selection,", ",test,", "no row has the part selection"),
         (",test,0", ",spare,0", "rows of the part spare.*add it to `splits`"),
         (",test,", ",", "line 3 has 2 values, not id, part and target"),
-        ("\n4,", "\n2,", "answers.csv of task titanic: id 2 is there twice"),
+        ("\n4,", "\n2,", "answers.csv: id 2 is there twice"),
     ],
 )
 def test_every_part_is_checked_before_a_run(titanic_copy, old, new, said):
@@ -958,8 +956,7 @@ def test_an_artefact_that_crashes_an_honest_grader_is_no_submission(make_task, b
         for text, message in messages.items():
             do(world, f"echo {text} > answer.txt")
             step = do(world, "validate")
-            assert step.observation == f"No score: {message}"
-            assert not step.score.valid
+            assert (step.observation, step.score.valid) == (f"No score: {message}", False)
             kept = step_record(step)["grader_output"]  # in the transcript
             assert kept.startswith("exit code ") == (text != "1e300")
             assert (SECRET in kept) == (text == "crash")

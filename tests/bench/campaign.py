@@ -25,6 +25,8 @@ PLAN = {
     "learning": "",
     "mutants": "--count 330",
     "search": "--seeds 0,1,2,3,4,5,6,7,8,9 --jobs 24",
+    "first-submission": "--model smollm2 --seeds 0",
+    "partial-credit": "--seeds 0",
     "pretrained": "",
     "learned-search": "",
 }
