@@ -91,11 +91,6 @@ def restore(policy, optimizer, folder: Path) -> None:
         raise UserError(f"{file} is not the optimizer's state of this model.") from None
 
 
-def newest(run) -> tuple[int, Path | None]:
-    """Step and folder of the newest checkpoint; -1 and None if there is none."""
-    return [(-1, None), *run.checkpoints()][-1]
-
-
 def write_step(policy, optimizer, job, row: dict, groups: list[Group] = ()) -> None:
     """Writes transcripts, row and checkpoint. A step counts once it has a checkpoint."""
     if groups:
@@ -181,8 +176,8 @@ def final_adapters(job) -> dict[str, tuple[Path, str]]:
     adapters = {}
     if job.run:
         untrained = job.run.dir / "untrained"
-        last = newest(job.run)[1] or untrained
-        folders = {"untrained": untrained, "last": last, "best": job.run.dir / "best"}
+        made = [untrained, *(folder for _, folder in job.run.checkpoints())]
+        folders = {"untrained": untrained, "last": made[-1], "best": job.run.dir / "best"}
         for name, folder in folders.items():
             adapters[name] = folder, content_key(next(folder.glob("*.safetensors")))
     return job.ranks.first(adapters)
