@@ -6,8 +6,10 @@ In a real browser: click, search, compare; no text becomes markup, no request le
 import json
 import re
 import shutil
+import signal
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from html import unescape
 from pathlib import Path
 from statistics import stdev
@@ -30,6 +32,7 @@ from helpers import (
     node,
     python,
     search_result,
+    start,
     step_row,
     turn,
     user_error,
@@ -127,6 +130,42 @@ def test_a_run_that_ended_before_its_first_row_says_how(tmp_path, name):
             run.update_result(**fields)
         with user_error(f"nothing to show. Its status: {status}$"):
             reader.read_run(tmp_path)
+
+
+PHASES = {  # of a start -> beginnings of lines after which Ctrl-C arrives
+    "before the run": ("task",),
+    "while the engine loads": ("plan", "engine"),
+    "before the first row": ("engine   weights",),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", PHASES)
+def test_viz_says_how_a_script_was_interrupted(tmp_path, tiny_model, phase):
+    """All scripts at once, because most of a start waits for imports."""
+    made = stored(tmp_path / "logs/made", episodes={0: [episode(0.7)]})
+    names = {"grpo.py": "", "search.py": "", "evaluate.py": "", "sft.py": f"--runs {made.dir}"}
+
+    def interrupted(script):
+        flags = f"--task titanic --name {script} {names[script]}".split()
+        process = start(tmp_path, *flags, script=script, PYTHONUNBUFFERED="1")
+        while not process.stdout.readline().startswith(PHASES[phase]):
+            assert process.poll() is None, process.stderr.read()
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=300)
+        return process.returncode
+
+    with ThreadPoolExecutor() as pool:
+        assert {*pool.map(interrupted, names)} == {130}
+    for script in names:
+        path = tmp_path / "logs" / script
+        sentence = "There is no folder"
+        if path.exists():
+            status = json.loads((path / "result.json").read_text())["status"]
+            sentence = f"nothing to show. Its status: {status}$"
+            assert status == "interrupted"
+        with user_error(sentence):
+            reader.read_run(path)
 
 
 def test_runs_of_other_scripts_are_one_sentence_beside_those_that_are_shown(tmp_path):

@@ -166,7 +166,10 @@ def setting_rows(groups: list[RunGroup]) -> list[dict]:
 def rows_of(ranked: list[RunGroup]) -> list[dict]:
     """A row per group of the same kind and task, with its difference to the first one."""
     best = ranked[0]
-    return [{"run": group.label} | difference(group, best) | row_of(group) for group in ranked]
+    return [
+        {"run": group.label, "runs": len(group.runs)} | difference(group, best) | row_of(group)
+        for group in ranked
+    ]
 
 
 def run_rows(groups: list[RunGroup]) -> list[dict]:
@@ -184,7 +187,6 @@ def row_of(group: RunGroup) -> dict:
     return {
         "run": group.label,
         **value_columns(results, "score"),
-        "runs": len(results),
         "measured on": f"{what}, {results[0]['part']} part",
         "gain over untrained": cell(results, "difference", "+"),
         "error of one score": cell(results, "rows_error"),
