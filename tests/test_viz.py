@@ -464,7 +464,11 @@ def trained(folder, scores=(0.5, 0.7, 0.9), seed=0, result=(), **config):
 def rows(*runs):
     """The rows of the tables, as dictionaries."""
     compared = compare.groups_of(runs).values()
-    return [row for table in compared for row in compare.rows_of(compare.with_results(table))]
+    return [
+        row
+        for table in compared
+        for row in compare.rows_of(sorted(table, key=lambda group: -group.value))
+    ]
 
 
 def test_two_training_runs_are_compared_in_pairs_with_their_uncertainty(tmp_path):
@@ -797,7 +801,7 @@ def test_a_search_that_learns_shows_its_rounds_and_their_alarms(tmp_path):
     (folder / "metrics.jsonl").write_text("".join(map(store.json_line, rows)))
     run = reader.read_run(folder)
     [rounds] = results.run_tables(run)
-    titles, _, line = map(str.split, columns.aligned(rounds, 100).splitlines())
+    titles, _, line = map(str.split, columns.aligned(rounds).splitlines())
     assert titles == results.ROUNDS[:8]
     assert line == ["7", "-", "-", "0.7500", "-", "-", "-", "-"]
     titles = [axis.get_title() for axis in plots.draw_panels([group_of(run)]).axes]
