@@ -31,7 +31,7 @@ from flatlab.task.grading import Score, given_work, grade, read_artefacts
 from flatlab.task.machine import open_sandbox, resolve_backend
 from flatlab.task.sanity import check_grader, warning
 from flatlab.world import prompts
-from flatlab.world.blocks import find_bash, find_blocks
+from flatlab.world.blocks import find_bash
 from flatlab.world.episode import act_bash, in_thread, score_sentence
 from tasks import load_task
 
@@ -59,7 +59,7 @@ class Env(AbstractContextManager, AbstractAsyncContextManager):
 
     Args:
         task: From load_task.
-        sandbox: SandboxOptions, or the name of a backend.
+        sandbox: The name of a backend, or SandboxOptions as open_tasks leaves them.
         seed: Python's hash seed in the sandbox.
         message: Text at the end of the first message.
         ends_at_score: A valid score ends the episode, and the texts say so.
@@ -78,9 +78,10 @@ class Env(AbstractContextManager, AbstractAsyncContextManager):
         ends_at_score: bool = False,
         **limits,
     ):
-        options = SandboxOptions(sandbox) if isinstance(sandbox, str) else sandbox
+        if isinstance(sandbox, str):
+            sandbox = resolve_backend(task, SandboxOptions(sandbox))
         self.task = task
-        self.options = resolve_backend(task, options)
+        self.options = sandbox
         self.seed = seed
         self.message = message
         self.ends_at_score = ends_at_score
@@ -133,10 +134,6 @@ class Env(AbstractContextManager, AbstractAsyncContextManager):
         options = options or EpisodeOptions()
         facts = prompts.episode_facts(self, options)
         return "\n\n".join(filter(None, prompts.first_messages(self, options, facts, policy)))
-
-    def machine(self, options: EpisodeOptions) -> dict:
-        """Facts about an episode and its sandbox for `limits` in the prompts file."""
-        return prompts.machine_facts(self, options)
 
     def step(self, reply: str, timeout: float | None = None, act: Callable = act_bash) -> Step:
         """Runs the action of one reply.
@@ -223,8 +220,9 @@ def open_tasks(
             sandbox.backend, why = pick_backend(sandbox.backend, image, stand_in)
             if not said:
                 said = why
-                print(f"sandbox  {why}", flush=True)
-            check_grader(task, partial(open_sandbox, task, resolve_backend(task, sandbox)))
+                print(f"sandbox  {why}")
+            resolve_backend(task, sandbox)  # checks what the task needs
+            check_grader(task, partial(open_sandbox, task, sandbox))
             tasks.append(task)
         except UserError as error:
             if left_out is None or isinstance(error, UnknownTask):
@@ -257,20 +255,10 @@ def read_reply() -> str:
 
     Raises EOFError at the end of the input.
     """
-    lines = [input("$ ")]
-    if not lines[0].startswith("```"):
-        return f"```bash\n{lines[0]}\n```"
-    while not is_closed("\n".join(lines)):
-        lines.append(input("> "))
-    return "\n".join(lines)
-
-
-def is_closed(reply: str) -> bool:
-    """Returns whether a block of the reply has ended."""
-    try:
-        return any(block.is_closed for block in find_blocks(reply))
-    except ValueError:  # too much for bash to look at, which the step will say
-        return reply.endswith("\n```")
+    first = input("$ ")
+    if not first.startswith("```"):
+        return f"```bash\n{first}\n```"
+    return "\n".join([first, *iter(lambda: input("> "), "```"), "```"])
 
 
 def by_hand(

@@ -133,10 +133,7 @@ def results(played: dict[int, Group], tasks: list) -> dict:
     """The numbers of result.json. value: on the test part if there is one."""
     groups = [*played.values()]
     found = metrics.evaluation(groups, tasks)
-    return found | {
-        "value": found.get("test_value_mean", found["value_mean"]),
-        "tokens": sum(episode.reply_tokens for group in groups for episode in group.episodes),
-    }
+    return found | {"value": found.get("test_value_mean", found["value_mean"])}
 
 
 # ------------------------------------------------------------------------------ start

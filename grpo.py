@@ -415,7 +415,7 @@ async def judge(policy, cfg: Config, job, name: str) -> dict:
     """
     result = {}
     if cfg.eval_episodes:
-        job.say(f"evaluating  {f'after step {job.step - 1}' if job.step else 'before training'}")
+        print(f"evaluating  {f'after step {job.step - 1}' if job.step else 'before training'}")
         seed = -1 - 2 * cfg.seed  # seeds of training are not negative
         begun = time.perf_counter()
         groups = await evaluate(policy, cfg, job, name, seed)
@@ -608,13 +608,13 @@ def record(policy, optimizer, groups: list[Group], rows: list[dict], cfg: Config
 async def begin(policy, optimizer, cfg: Config, job) -> list[dict]:
     """Resumes the run, or evaluates what training starts from. Returns the rows that are there."""
     cfg.micro_tokens = policy.fit_micro_tokens(cfg.micro_tokens)
-    job.say(f"memory   a training pass takes up to {cfg.micro_tokens} tokens")
+    print(f"memory   a training pass takes up to {cfg.micro_tokens} tokens")
     if cfg.ahead:
         await in_trainer(threads.use_all, policy.decode_threads)  # the engine keeps its own
     resume = functools.partial(checkpoint.resume, compared=("untrained", "best"))
     rows = await in_trainer(resume, policy, optimizer, job)
     agreement = await policy.verify(job.step)
-    job.say(f"engine   agrees with the trainer: {agreement['random adapter']}")
+    print(f"engine   agrees with the trainer: {agreement['random adapter']}")
     if job.step:
         job.stopped = metrics.collapse(rows, job.best)
     else:
@@ -624,7 +624,7 @@ async def begin(policy, optimizer, cfg: Config, job) -> list[dict]:
             job.update_result(before=result)
             job.track({"step": -1} | metrics.evaluation_columns(result))
             split = metrics.split_of(job.tasks)
-            job.say(f"before training: {summary_text(result)} ({split}, N = {result['n']})")
+            print(f"before training: {summary_text(result)} ({split}, N = {result['n']})")
     if policy.path.adapter:  # else the reference of the KL term is the base model
         policy.set_reference(Path("logs", cfg.name, "untrained"))
     return rows
@@ -640,7 +640,7 @@ async def finish(policy, cfg: Config, job) -> None:
         best = final["best"]
         job.update_result(final=final, value=best.get("test_value_mean", best["value_mean"]))
     elif job.best:
-        job.say(f"best/ of logs/{cfg.name} is the last adapter: nothing was evaluated")
+        print(f"best/ of logs/{cfg.name} is the last adapter: nothing was evaluated")
     status = "finished"
     if job.stopped:
         which = "best" if cfg.eval_episodes else "last"
@@ -672,7 +672,8 @@ def check(cfg: Config, model) -> None:
 
 def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train, check=check) -> None:
     join()  # before anything touches CUDA: a rank of torchrun sees only its own GPU
-    cfgs, model = start.configs(config_class, script, check)
+    cfgs, model = start.configs(config_class, script)
+    check(cfgs[0], model)
     console.model_line(cfgs[0], model)
     tasks = env.open_tasks(cfgs[0].tasks, cfgs[0].sandbox, model.stand_in)
     jobs = [open_job(cfg, model, tasks) for cfg in cfgs]
@@ -680,8 +681,7 @@ def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train, c
     for cfg, job in zip(cfgs, jobs):
         if not job.finished:
             with start.recorded([job.run], metrics.first_results(tasks, "training")):
-                if job.run:
-                    console.banner(cfg, job.run)
+                console.banner(cfg)
                 policy = policy or load_policy(policy_class, cfg, model, job)
                 policy.reset(cfg.seed)
                 asyncio.run(train(policy, cfg, job))
@@ -702,12 +702,12 @@ def open_job(cfg: Config, model, tasks: list) -> TrainingRun:
 
 def load_policy(policy_class, cfg: Config, model, job) -> Policy:
     """Starts the engine and loads the model."""
-    job.say("engine   is starting")
+    print("engine   is starting")
     policy = policy_class(model, cfg.model, cfg.seed, cfg.concurrency, cfg.lora_rank)
     if policy.device == "cuda" and not policy.uses_varlen:
-        job.say("attention is computed sequence by sequence: see has_varlen in model/packing.py")
+        print("attention is computed sequence by sequence: see has_varlen in model/packing.py")
     if policy.adapts_attention_only:
-        job.say("adapter  is on the attention layers alone: the experts are not trained")
+        print("adapter  is on the attention layers alone: the experts are not trained")
     return policy
 
 

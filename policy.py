@@ -140,7 +140,7 @@ class Engine(ChatTokens):
         machine = gpu_engine_options(max_batch)
         if self.device == "cpu":
             machine = cpu_engine_options(self.context, options.compile)
-        if self.device == "cuda":
+        else:
             # Steps need not wait for what the trainer's thread has on the default stream.
             torch.cuda.set_stream(torch.cuda.Stream(priority=-1))
         with loading("vLLM", path.base), phases():

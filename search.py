@@ -50,6 +50,7 @@ from flatlab.tree import requests, rules
 from flatlab.tree.nodes import Choice, Node, Tree, open_trees, results, seed_from
 from flatlab.view import console
 from flatlab.world.episode import Episode, in_thread, run_episode, stop_after_faults
+from flatlab.world.prompts import machine_facts
 from policy import open_engine
 
 # ==================================== the idea: edit here ====================================
@@ -391,7 +392,7 @@ async def begin(t: Tree, policy) -> None:
     if "limits" in t.prompts.uses["about"]:  # requests tell about the sandboxes
         async with env.Env(t.task, t.cfg.sandbox, t.seed) as world:
             await in_thread(world.restart)
-            t.machine = await in_thread(world.machine, t.cfg.episode)
+            t.machine = await in_thread(machine_facts, world, t.cfg.episode)
 
 
 async def grow(t: Tree, policy, slots: asyncio.Semaphore, together: asyncio.TaskGroup) -> None:

@@ -188,7 +188,7 @@ def imitate(policy, transcripts: list[dict], cfg: Config, run) -> None:
     episodes = list(filter(None, made_of))
     if not episodes:
         raise UserError(f"--runs: no episode fits into --context {policy.context}.")
-    print(f"imitate  {counted(len(episodes), 'episode')}, {cfg.updates} updates", flush=True)
+    print(f"imitate  {counted(len(episodes), 'episode')}, {cfg.updates} updates")
     run.update_result(episodes=len(episodes))
     job = TrainingRun(run=run)
     optimizer = policy.make_optimizer(cfg.lr)
@@ -211,13 +211,9 @@ def imitate(policy, transcripts: list[dict], cfg: Config, run) -> None:
 SCRIPT = Path(__file__).stem  # a copy of this file makes runs of its own
 
 
-def check(cfg: Config, model) -> None:
-    """Raises UserError for settings that are wrong. model: a ModelPath."""
-    lora_settings(model, cfg.lora_rank)
-
-
 def main() -> None:
-    cfgs, model = start.configs(Config, SCRIPT, check)
+    cfgs, model = start.configs(Config, SCRIPT)
+    lora_settings(model, cfgs[0].lora_rank)  # checks the rank
     console.model_line(cfgs[0], model)
     tasks = [load_task(name) for name in cfgs[0].tasks.task]
     opened = [(cfg, *prepare(cfg, model, tasks)) for cfg in cfgs]

@@ -29,7 +29,7 @@ from flatlab.numbers import standard_error  # noqa: E402
 from flatlab.runs import cli  # noqa: E402
 from flatlab.runs.store import Run  # noqa: E402
 from flatlab.task.value import value_of  # noqa: E402
-from flatlab.train import batch, checkpoint  # noqa: E402
+from flatlab.train import batch, checkpoint, metrics  # noqa: E402
 from flatlab.train.job import TrainingRun, in_trainer  # noqa: E402
 from flatlab.tree.nodes import Node, Tree  # noqa: E402
 from flatlab.view import console  # noqa: E402
@@ -107,14 +107,14 @@ async def grow(t: Tree, slots: asyncio.Semaphore, micro_tokens: int) -> None:
         policy.sync(job.step + 1)
         if row.get("skipped"):
             await policy.check_sync()
-        row["alarms"] = alarms(row, t.run.rows())
+        row["alarms"] = metrics.alarms(row, t.run.rows())
         # The last adapter is the best one, because no evaluation compares them.
         await in_trainer(checkpoint.save_adapter, policy, job, "best")
         await in_trainer(checkpoint.write_step, policy, optimizer, job, row)
         for nodes, group in zip(picked, groups):
             for node, episode in zip(nodes, group.episodes):
                 t.save(node, episode)  # now with its advantages
-        print(console.round_line(row), flush=True)
+        print(console.round_line(row))
     await search.close(t)
 
 
@@ -172,21 +172,6 @@ def row_of(t: Tree, nodes: list[Node], groups: list[batch.Group]) -> dict:
         "duplicate_share": (len(codes) - len(new)) / max(1, len(codes)),
         "cut_share": fmean(turn["stop_reason"] == "length" for turn in turns) if turns else 0.0,
     }
-
-
-def alarms(row: dict, rows: list[dict]) -> list[str]:
-    """Sentences about what is wrong with a round. rows: those before it. A policy that decays
-    shows in the share of valid nodes first.
-    """
-    if row.get("skipped"):
-        return ["the update was skipped: see logprob_diff_mean and grad_norm of the row"]
-    shares = [r["valid_share"] for r in [*rows, row]]
-    if len(shares) > 2 and max(shares[-2:]) < shares[0] / 2:
-        return [
-            f"valid share {shares[-1]:.0%}, below half of the first round's {shares[0]:.0%} for "
-            "two rounds: the policy decays"
-        ]
-    return []
 
 
 # ------------------------------------------------------------------ start

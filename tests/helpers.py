@@ -20,6 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from unittest.mock import patch
 
+import psutil
 import pytest
 
 from competition import write
@@ -69,6 +70,16 @@ def copy_of(world, clear_artefacts=True):
     twin = Env(world.task, world.options, world.seed)
     twin.restore(world.snapshot(), clear_artefacts)
     return twin
+
+
+def refuses(main, table, monkeypatch, capsys):
+    """Each command line of the table is refused with its words, in one sentence and code 2, before
+    an engine starts.
+    """
+    for flags, words in table.items():
+        code, out, err = run_here(main, *flags.split(), monkeypatch=monkeypatch, capsys=capsys)
+        assert code == 2 and words in " ".join(err.split()), (flags, err)
+        assert "Traceback" not in err and "engine" not in out
 
 
 def run_here(main, *flags, monkeypatch, capsys):
@@ -265,35 +276,55 @@ def run_csv_grader(task, folder, artefacts, split):
     return said.getvalue()
 
 
-def start(folder, *flags, script="grpo.py", before=None, **environment):
-    """Starts a script of the project with its output in pipes."""
+def ignore_sigint():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def start(folder, script, flags):
+    """Starts a script of the project, in the background: it ignores SIGINT. Its output is piped."""
     return subprocess.Popen(
-        [sys.executable, str(PROJECT / script), *flags],
+        [sys.executable, str(PROJECT / script), *flags.split()],
         cwd=folder,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**os.environ, "MLGYM_ROOT": "", **environment},
-        preexec_fn=before,
+        env=os.environ | {"MLGYM_ROOT": ""},
+        preexec_fn=ignore_sigint,
     )
 
 
 def run_until(folder, is_far, script, flags, number):
-    """Runs a script, and sends it a signal once is_far(). Returns its exit code and stderr."""
-    process = start(folder, *flags.split(), script=script)
+    """Runs a script, and sends it a signal once is_far(). Returns its exit code and stderr; no
+    process that it started is left.
+    """
+    process = start(folder, script, flags)
     while not is_far():
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.02)
+    children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
     return process.returncode, err
 
 
 def done(folder, script, flags):
     """The output of a script that succeeds."""
-    process = start(folder, *flags.split(), script=script)
+    process = start(folder, script, flags)
     out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
+    return out
+
+
+def killed_and_continued(folder, is_far, script, flags):
+    """The output of a script that goes on with a run that was killed once is_far().
+
+    The same command then finds nothing left to do.
+    """
+    run_until(folder, is_far, script, flags, signal.SIGKILL)
+    out = done(folder, script, flags)
+    assert "was finished before: nothing is left to run" in done(folder, script, flags)
     return out
 
 

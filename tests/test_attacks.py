@@ -12,16 +12,14 @@ import os
 import pickle
 import random
 import shutil
-import sys
 from dataclasses import replace
 from functools import cache
 from textwrap import indent
-from unittest.mock import patch
 
 import pytest
 
 from backends import ISOLATED
-from competition import METRIC, ROWS, answers, write
+from competition import write
 from env import Env
 from flatlab.files import read_mapping
 from flatlab.task.builtin import builtin_names, load_builtin
@@ -530,45 +528,6 @@ def test_any_text_is_a_legal_class_in_any_order_if_the_task_names_none(table, tm
         assert last_json_object(printed)["accuracy"] == 0.5
 
 
-DOJO = {
-    "honest": answers(lambda i: i),
-    "no rows": "id,y\n",
-    "other ids": answers(lambda i: i, range(1, ROWS + 1)),
-    "ids twice": answers(lambda i: i, [*range(ROWS - 1), 0]),
-    "one text": answers(lambda i: "one" if i == 77 else i),
-    "nan": answers(lambda i: ""),
-    "too large": answers(lambda i: 1e300),
-    "bytes": b"\xff\xfe\x00",
-}
-
-
-@attack("answers through the error text of a competition of MLE-Dojo")
-def test_no_message_of_a_competition_depends_on_an_answer(tmp_path):
-    pandas = pytest.importorskip("pandas")
-    import grade_mledojo
-
-    write(tmp_path, {"metric.py": METRIC, "private/none": ""})
-
-    def said(label, split):
-        pandas.DataFrame({"id": range(ROWS), "y": map(label, range(ROWS))}).to_csv(
-            tmp_path / "private/test_answer.csv", index=False
-        )
-        found = {}
-        with patch.dict(sys.modules), patch.object(sys, "path", list(sys.path)):
-            metric = grade_mledojo.load_metric()
-            for what, content in DOJO.items():
-                write(tmp_path, {"submission.csv": content})
-                found[what] = grade_mledojo.grade(metric, split).get("error")
-        return found
-
-    with contextlib.chdir(tmp_path):
-        first = said(lambda i: i, "validation")
-        assert [what for what, message in first.items() if not message] == ["honest"]
-        for label in (lambda i: ROWS - i, lambda i: 1e6 + 0.5 * i):
-            for split in ("validation", "test"):
-                assert said(label, split) == first
-
-
 # ---- what an agent reads
 
 
@@ -585,6 +544,7 @@ def secrets(task):
     return {text for text in found if len(text) > 7}
 
 
+FAST = ("titanic", "battleOfSexes", "hadamard29")  # a task of each kind
 READ = {  # artefact -> contents that are refused
     "submission.csv": ["x", "id,survived\n1,2", "id,progression\n1,2"],
     "strategy.py": ["x", "def row_strategy(h): return 1 / (len(h) < 3)"],
@@ -593,7 +553,7 @@ READ = {  # artefact -> contents that are refused
 
 
 @attack("hidden rows in anything that an agent reads, for every built-in task")
-@pytest.mark.parametrize("name", builtin_names(TASKS_DIR))
+@pytest.mark.parametrize("name", [*FAST, *map(slow, sorted({*builtin_names(TASKS_DIR)} - {*FAST}))])
 def test_nothing_that_is_read_holds_a_hidden_row(backend, name):
     """The prompt, the files of the sandbox, and what `validate` says, one after another."""
     task = load_task(name)
@@ -618,23 +578,6 @@ def test_nothing_that_is_read_holds_a_hidden_row(backend, name):
             texts.append(step.observation)
     for text in texts:
         assert not [secret for secret in hidden if secret in text]
-
-
-# ---- the CSV in a sandbox
-
-
-@pytest.mark.skipif(not MLGYM, reason="set MLGYM_ROOT to a checkout of MLGym")
-def test_hostile_csv_in_graders_of_mlgym(shared, backend):
-    source, name, artefact = CSV[1]
-    worth = honest(backend, source, name, artefact)
-    world = shared(backend, source, name)
-    world.step(block(artefact))
-    rows = world.sandbox.get("submission.csv").decode().splitlines()
-    for what, content in hostile_files(rows):
-        world.sandbox.put({"submission.csv": content})
-        score = world.score()
-        assert score.value is None or score.value <= worth, (what, score)
-        assert "Traceback" not in score.message, what
 
 
 @pytest.mark.skipif(not MLGYM, reason="set MLGYM_ROOT to a checkout of MLGym")
@@ -732,22 +675,6 @@ def test_scikit_learn_holds_no_answers_and_still_trains(
 # ---- the artefact's way
 
 
-@attack("an artefact of 10 GB")
-@attack("an artefact that is a link, a device, a FIFO, a socket or a folder")
-def test_strange_artefacts(shared, backend):
-    """Sandbox.get refuses each kind, see test_sandbox.py."""
-    world = shared(backend, "", "titanic")
-    for make in (
-        "truncate -s 10G submission.csv || head -c 900M /dev/zero > submission.csv",
-        "ln -s data/train.csv submission.csv",
-        "mkfifo submission.csv",
-        "touch /tmp/submission.csv; cd ..; mv workspace old; ln -s /tmp workspace",
-    ):
-        world.reset()
-        score, _ = play(world, make)
-        assert score.message.startswith("no submission")
-
-
 @attack("apt, sudo, su, setuid programs")
 def test_no_way_to_root(backend):
     setuid = "find / -xdev -perm -4000 -type f 2>/dev/null | head -3"
@@ -761,18 +688,6 @@ def test_no_way_to_root(backend):
         "unshare -r id; nsenter -t 1 -a id; id",
     )
     assert "uid=0" not in said
-
-
-@pytest.mark.slow
-@attack("filling the disk")
-def test_full_disk_is_no_fault(backend):
-    fill = "for i in 1 2 3 4 5 6; do head -c 60M /dev/zero > {}/fill$i; done"
-    with Env(load_task("titanic"), backend, disk=64 << 20) as world:
-        world.reset()
-        score, _ = play(world, *map(fill.format, (".", "/tmp", "/dev/shm")))
-        assert score.message.startswith("no submission")
-        score, _ = play(world, f"rm -f fill* /tmp/fill* /dev/shm/fill*; {WRONG}")
-        assert score.valid
 
 
 DEEP = """python3 - <<'EOF'
@@ -827,6 +742,7 @@ def test_a_link_in_a_circle_hides_no_artefact(backend):
         "rm -rf /home /opt /tmp /var /dev /etc ~/* ~/.* . 2>/dev/null; mkdir -p ~/workspace",
         "chmod -R 000 ~; chmod 700 ~ ~/workspace",
         "mv ~/workspace ~/gone",
+        "touch /tmp/submission.csv; mv ~/workspace ~/gone; ln -s /tmp ~/workspace",
         "rm -f /opt/flatlab/bin/*; hash -r; kill -9 -1",
     ],
 )

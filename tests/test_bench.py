@@ -9,8 +9,8 @@ import pytest
 
 from helpers import PROJECT
 
-# Sections of whole runs (objectives, pretrained) are the functions of `trained` with other flags;
-# agent runs beside TRL below.
+# Sections of whole runs (pretrained, partial-credit) are the functions of `objectives` with other
+# flags; agent runs beside TRL below.
 SHORT = {
     "env": "",
     "soak": "--count 20 --backend local",
@@ -21,6 +21,8 @@ SHORT = {
     "gpu": "",
     "sync": "--steps 1",
     "objectives": "--steps 1 --seeds 0 --only titanic-dapo --flags '--groups 1 --eval-episodes 2'",
+    "first-submission": "--seeds 0 --only python",
+    "search": "--seeds 0,1 --only titanic,tail --flags '--tokens 100'",
 }
 
 

@@ -5,6 +5,7 @@ small tokenizer of its kind.
 
 import itertools
 import string
+from functools import cache
 
 import pytest
 
@@ -139,7 +140,7 @@ def chat_of(tmp_path_factory):
         fast.save_pretrained(folder)
         return ChatTokens(str(folder))
 
-    return chat_of
+    return cache(chat_of)
 
 
 def position(tokens, part, start):

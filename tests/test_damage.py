@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -28,16 +29,15 @@ def trained(play):
     play(name="whole", steps=3)
 
 
-def write(name, change):
-    """Changes a file in a copy of the run."""
-    return lambda run: (run / name).write_bytes(change((run / name).read_bytes()))
+def rewrite(change):
+    """A damage of a file: other bytes."""
+    return lambda file: file.write_bytes(change(file.read_bytes()))
 
 
 def state(change):
-    """Changes the optimizer's state in the newest checkpoint."""
+    """A damage of trainer.pt: another state of the optimizer."""
 
-    def damage(run):
-        file = run / NEWEST / "trainer.pt"
+    def damage(file):
         saved = load_tensors(file)
         change(saved["optimizer"]["state"])
         save_tensors(saved, file)
@@ -53,54 +53,44 @@ def other_rank(state):
     state[1]["exp_avg_sq"] = state[1]["exp_avg_sq"][:, :-1].clone()
 
 
-NEWEST = "checkpoints/000002"
-WAYS = {
-    "truncated": lambda data: data[: len(data) // 2],
-    "empty": lambda data: b"",
-    "garbage": lambda data: b"\xff\x00garbage\n" * 50,
-}
-CHECKPOINT = {"trainer.pt": "trainer.pt", "adapter_model.safetensors": "the adapter in"}
-SKIPPED = {
-    **{
-        f"{f} {w}": (words, write(f"{NEWEST}/{f}", WAYS[w]))
-        for f, words in CHECKPOINT.items()
-        for w in WAYS
-    },
-    **{
-        f"{f} gone": (words, lambda run, f=f: (run / NEWEST / f).unlink())
-        for f, words in CHECKPOINT.items()
-    },
-    "NaN": ("exp_avg of parameter 1 holds NaN", state(set_nan)),
-    "other rank": ("exp_avg_sq of parameter 1 has the shape", state(other_rank)),
-    "other content": ("trainer.pt", lambda run: save_tensors([1], run / NEWEST / "trainer.pt")),
-    "a row less": (
-        "lacks steps",
-        write("metrics.jsonl", lambda data: b"".join(data.splitlines(True)[:2])),
-    ),
-    "a cut row": ("lacks steps", write("metrics.jsonl", lambda data: data[:-5])),
-}
-REFUSED = {
-    **{
-        f"{name} {way}": (name, write(f"{name}/adapter_model.safetensors", change))
-        for name in ("untrained", "best")
-        for way, change in WAYS.items()
-    },
-    "no untrained/": ("untrained", lambda run: shutil.rmtree(run / "untrained")),
-    "no best/": ("best", lambda run: shutil.rmtree(run / "best")),
-    "no evaluation.json": ("evaluation.json", lambda run: (run / "best/evaluation.json").unlink()),
-    "no metrics.jsonl": ("lacks steps", lambda run: (run / "metrics.jsonl").unlink()),
-    **{f"metrics {w}": ("metrics.jsonl", write("metrics.jsonl", WAYS[w])) for w in WAYS},
-    **{f"result {w}": ("result.json", write("result.json", WAYS[w])) for w in WAYS},
-    **{f"config {w}": ("", write("config.yaml", WAYS[w])) for w in WAYS},
-}
+WAYS = (  # truncated, empty, garbage
+    rewrite(lambda data: data[: len(data) // 2]),
+    rewrite(lambda data: b""),
+    rewrite(lambda data: b"\xff\x00garbage\n" * 50),
+)
+OTHER_KEYS = rewrite(lambda data: b'{"seed": 1}\n')
+GONE = Path.unlink
+TRAINER = "checkpoints/000002/trainer.pt"
+ADAPTER = "adapter_model.safetensors"
+# (file, damage, words)
+SKIPPED = (
+    *product([TRAINER], [*WAYS, GONE], ["trainer.pt"]),
+    *product([f"checkpoints/000002/{ADAPTER}"], [*WAYS, GONE], ["the adapter in"]),
+    (TRAINER, state(set_nan), "exp_avg of parameter 1 holds NaN"),
+    (TRAINER, state(other_rank), "exp_avg_sq of parameter 1 has the shape"),
+    (TRAINER, lambda file: save_tensors([1], file), "trainer.pt"),
+    ("metrics.jsonl", rewrite(lambda data: b"".join(data.splitlines(True)[:2])), "lacks steps"),
+    ("metrics.jsonl", rewrite(lambda data: data[:-5]), "lacks steps"),
+)
+REFUSED = (
+    *product([f"untrained/{ADAPTER}"], [*WAYS, GONE], ["untrained"]),
+    *product([f"best/{ADAPTER}"], [*WAYS, GONE], ["best"]),
+    *product(["metrics.jsonl"], WAYS, ["metrics.jsonl"]),
+    *product(["result.json"], WAYS, ["result.json"]),
+    *product(["config.yaml"], WAYS, [""]),
+    ("untrained", shutil.rmtree, "untrained"),
+    ("best", shutil.rmtree, "best"),
+    ("best/evaluation.json", GONE, "evaluation.json"),
+    ("metrics.jsonl", GONE, "lacks steps"),
+)
 
 
-def resumed(policy, damage):
-    """Resumes a damaged copy of the run: its job and its rows."""
+def resumed(policy, name="result.json", damage=Path.exists):
+    """Resumes a copy of the run with a damaged file: its job and its rows."""
     copy = Path("logs/copy")
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(WHOLE, copy)
-    damage(copy)
+    damage(copy / name)
     config = {"task": ["titanic"], "steps": 9}
     run = store.open_run(copy, config, MADE_BY, {"steps"}, lambda run: "no" in run.result)
     job = TrainingRun(run=run)
@@ -112,43 +102,47 @@ def resumed(policy, damage):
 
 
 def test_every_damaged_file_is_skipped_or_one_sentence(policy, trained, capsys):
-    for name, (words, damage) in SKIPPED.items():
-        job, rows = resumed(policy, damage)
+    for case in SKIPPED:
+        job, rows = resumed(policy, *case[:2])
         said = capsys.readouterr().out
-        assert [row["step"] for row in rows] == [0, 1], name
-        assert job.step == 2, name
-        assert words in said and "is skipped" in said, name
-        assert "resumed after step 1" in said, name
-    for name, (words, damage) in REFUSED.items():
+        assert job.step == len(rows) == 2, case
+        assert case[2] in said and "is skipped" in said, case
+        assert "resumed after step 1" in said, case
+    for case in REFUSED:
         with pytest.raises(UserError) as caught:
-            resumed(policy, damage)
-        assert words in str(caught.value), name
-        assert "choose another --name" in str(caught.value), name
-        assert "\n" not in str(caught.value), name
-    job, rows = resumed(policy, lambda run: None)
+            resumed(policy, *case[:2])
+        assert case[2] in str(caught.value), case
+        assert "choose another --name" in str(caught.value), case
+        assert "\n" not in str(caught.value), case
+    job, rows = resumed(policy)
     assert job.step == len(rows) == 3
+
+
+def refused_when_damaged(file, call, sentence, *more):
+    """Each damage of a file makes call() raise a UserError with this sentence."""
+    whole = file.read_bytes()
+    for damage in (*WAYS, *more):
+        damage(file)
+        with user_error(sentence):
+            call()
+        file.write_bytes(whole)
 
 
 def test_a_damaged_file_of_a_search_is_one_sentence(tmp_path, monkeypatch, quick_provenance):
     monkeypatch.chdir(tmp_path)
     tree = run(nodes=3, score_of=lambda node: 0.6)
+    other = rewrite(lambda data: data.partition(b"\n")[2]), rewrite(lambda data: b"[]\n")
     for file in (tree.run.dir / "journal.jsonl", tree.run.dir / "result.json"):
-        whole = file.read_bytes()
-        for change in (*WAYS.values(), lambda data: data.partition(b"\n")[2], lambda data: b"[]\n"):
-            file.write_bytes(change(whole))
-            with user_error(f"{file} .*choose another --name"):
-                opened(nodes=3)
-        file.write_bytes(whole)
+        sentence = f"{file} .*choose another --name"
+        refused_when_damaged(file, lambda: opened(nodes=3), sentence, *other)
+    node = tree.finished[0]
+    file = tree.tar_of(node)
+    sentence = f"{file} is missing or damaged: .*node {node.id}.*choose another --name"
+    refused_when_damaged(file, lambda: tree.files_of(node), sentence, GONE)
     file = tree.run.dir / "journal.jsonl"
     file.unlink()
     with user_error(f"{file} is damaged: it holds 0 nodes of 3"):
         opened(nodes=3)
-    node = tree.finished[0]
-    file = tree.tar_of(node)
-    for change in (*WAYS.values(), None):
-        file.unlink() if change is None else file.write_bytes(change(file.read_bytes()))
-        with user_error(f"{file} is missing or damaged: .*node {node.id}.*choose another --name"):
-            tree.files_of(node)
 
 
 def test_a_damaged_episode_of_an_evaluation_is_one_sentence(tmp_path):
@@ -156,11 +150,13 @@ def test_a_damaged_episode_of_an_evaluation_is_one_sentence(tmp_path):
     evaluation.save_episodes(0, [Episode("titanic", 1, score=valid(0.7, TASK)).to_dict()])
     assert [*evaluate.stored_episodes(evaluation, [TASK])] == [0]
     [file] = evaluation.dir.glob("episodes/*")
-    whole = file.read_bytes()
-    for change in (*WAYS.values(), lambda data: 2 * data, lambda data: b'{"seed": 1}\n'):
-        file.write_bytes(change(whole))
-        with user_error(f"{file} is damaged: remove it, and its episode is played again"):
-            evaluate.stored_episodes(evaluation, [TASK])
+    refused_when_damaged(
+        file,
+        lambda: evaluate.stored_episodes(evaluation, [TASK]),
+        f"{file} is damaged: remove it, and its episode is played again",
+        rewrite(lambda data: 2 * data),
+        OTHER_KEYS,
+    )
     file.unlink()
     assert not evaluate.stored_episodes(evaluation, [TASK])
     evaluation.lock.close()
@@ -171,7 +167,5 @@ def test_damaged_episodes_are_not_imitated(tmp_path):
     line = json.dumps(episode(0.7)).encode() + b"\n"
     file.write_bytes(3 * line)
     assert len(sft.read_episodes(file)) == 3
-    for change in (*WAYS.values(), lambda data: data[:-5], lambda data: b'{"seed": 1}\n'):
-        file.write_bytes(change(3 * line))
-        with user_error(f"{file} is damaged"):
-            sft.read_episodes(file)
+    cut = rewrite(lambda data: data[:-5])
+    refused_when_damaged(file, lambda: sft.read_episodes(file), "is damaged", cut, OTHER_KEYS)

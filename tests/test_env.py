@@ -4,7 +4,6 @@ import asyncio
 import io
 import random
 import re
-import string
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,7 @@ from flatlab.task.definition import Task
 from flatlab.task.grading import Score
 from flatlab.task.images import found_images
 from flatlab.world import blocks
-from flatlab.world.blocks import CHECKS, extract_action
+from flatlab.world.blocks import extract_action
 from flatlab.world.episode import run_episode
 from helpers import (
     LOCAL,
@@ -142,16 +141,6 @@ def test_only_a_fence_in_an_open_heredoc_does_not_close_the_block(script):
 def test_rejected_with_a_reason(reply, why):
     with pytest.raises(ValueError, match=why):
         extract_action(reply)
-
-
-def test_any_multi_line_text_survives_in_a_heredoc():
-    rng = random.Random(0)
-    alphabet = string.printable + "`'\"\\$<#éß😀" * 4
-    for _ in range(500):
-        letters = rng.choices(alphabet + "\n" * 20, k=rng.randrange(200))
-        body = "".join(letters).replace("MARK", "").rstrip("\r").replace("\r\n", "\n")
-        command = f"cat > 'x' <<'MARK'\n{body}\n```\n```python\nMARK\necho \"$x\""
-        assert extract_action(f"Text.\n{block(command)}\nMore.") == command, body
 
 
 def test_bash_reads_a_block_and_runs_nothing(tmp_path, monkeypatch):
@@ -281,7 +270,7 @@ def test_observations(world):
         assert step.status == "timeout"
         assert step.observation.startswith(f"begun\n[stopped {words}".replace(" :", ":"))
     world.task = replace(task, idle_timeout=0)
-    assert do(world, "sleep 1").status == "ok"
+    assert do(world, "sleep 0.5").status == "ok"
     assert "memory limit" in do(world, "kill -9 $$").observation
     assert do(world, "submit").done
     for text in ("validate; ls", "validate now", "echo x && submit", "submit || true"):
@@ -290,16 +279,13 @@ def test_observations(world):
         assert not step.done
 
 
-@pytest.mark.parametrize(
-    "ends_at_score, command, ended",
-    [(True, "validate", "validated"), (False, "validate", ""), (True, "true", "")],
-)
-def test_an_episode_may_end_at_a_score(task, backend, ends_at_score, command, ended):
+@pytest.mark.parametrize("ends_at_score, ended", [(True, "validated"), (False, "")])
+def test_an_episode_may_end_at_a_score(task, backend, ends_at_score, ended):
     with Env(task, backend, ends_at_score=ends_at_score) as world:
         world.reset()
         assert do(world, "validate").ended == ""  # nothing is there to be scored
-        do(world, "echo a > guess.txt")
-        step = do(world, command)
+        assert do(world, "echo a > guess.txt").ended == ""
+        step = do(world, "validate")
         assert (step.ended, step.done) == (ended, bool(ended))
 
 
@@ -358,18 +344,6 @@ def test_close_ends_a_grading(task, backend):
     assert len(world.opened) == 2  # and none was begun anew
     with pytest.raises(SandboxFault, match="closed"):
         world.make_sandbox()
-
-
-@pytest.mark.fault(26, "the grading sandbox breaks")
-def test_grading_sandbox_that_breaks_is_a_fault(world, monkeypatch):
-    do(world, "echo a > guess.txt")
-
-    def broken():
-        raise SandboxFault("no daemon")
-
-    monkeypatch.setattr(world, "make_sandbox", broken)
-    with pytest.raises(SandboxFault):
-        do(world, "validate")
 
 
 @pytest.mark.fault(23, "the agent edits grader or data")
@@ -461,10 +435,10 @@ def test_two_episodes_never_see_each_others_files(task, backend):
 @pytest.mark.fault(22, "the agent looks for answers")
 @pytest.mark.attack("reading answers anywhere in the file system")
 def test_hidden_files_are_nowhere_in_the_agents_sandbox(task, backend):
-    """Searches every file in Docker.
+    """Searches every file in Docker, installed packages left out.
 
-    A local sandbox also shows the programs of this machine (10 GB with torch), so there it searches
-    the files of the last ten minutes: the secret is as new as that.
+    A local sandbox also shows the programs of this machine, so there it searches the files of the
+    last ten minutes: the secret is as new as that.
     """
     with Env(replace(task, step_timeout=300.0), backend) as world:
         world.reset()
@@ -473,12 +447,10 @@ def test_hidden_files_are_nowhere_in_the_agents_sandbox(task, backend):
         row = "".join(f"\\x{ord(c):02x}" for c in CANARY)  # the search must not find itself
         do(world, f"printf '{row}' > /tmp/decoy")  # but it does find
         new = "" if backend == "docker" else "-cmin -10"
-        search = (
-            f"find / -path /proc -prune -o -path /sys -prune -o -type f {new} -print0 "
-            f"2>/dev/null | xargs -0 grep -slF -e $(printf '{row}')"
-        )
-        names = "find / -name answers.txt -o -name grade.py 2>/dev/null"
-        assert do(world, f"{search}; {names}; true").observation == "/tmp/decoy"
+        find = r"find / \( -path /proc -o -path /sys -o -name site-packages \) -prune -o"
+        texts = f"{find} -type f {new} -print0 | xargs -0 grep -slF -e $(printf '{row}')"
+        names = rf"{find} \( -name answers.txt -o -name grade.py \) -print"
+        assert do(world, f"({texts}; {names}) 2>/dev/null; true").observation == "/tmp/decoy"
         shown = do(world, "env; cat /proc/*/cmdline /proc/*/environ 2>/dev/null").observation
         assert CANARY[:10] not in shown
 
@@ -486,18 +458,15 @@ def test_hidden_files_are_nowhere_in_the_agents_sandbox(task, backend):
 # ------------------------------------------------------------------------------------------ copies
 
 
-@pytest.mark.fault(28, "a copy while the agent is in a deep folder")
 @pytest.mark.fault(25, "the parent's artefact in a copy")
 @pytest.mark.attack("a stale artefact")
 def test_a_copy_is_independent_and_has_no_artefact(world):
-    do(world, "ln -s nowhere link; echo a > guess.txt; export KEPT='a\nb'; mkdir deep; cd deep")
+    do(world, "echo a > guess.txt; touch there")
     with copy_of(world) as twin:
-        assert do(twin, 'pwd; echo "$KEPT"').observation == f"{twin.sandbox.workspace}/deep\na\nb"
         assert not twin.score().valid
         assert world.score().valid
-        do(twin, "echo b > only_here; rm ~/workspace/link")
-        assert "only_here" not in do(world, "ls -R ~/workspace").observation
-        assert do(world, "test -L ~/workspace/link").status == "ok"
+        do(twin, "touch only_here; rm there")
+        assert do(world, "ls").observation == "data\nguess.txt\nthere"
     with copy_of(world, clear_artefacts=False) as twin:
         assert twin.score() == world.score()
     world.reset()
@@ -662,7 +631,8 @@ def test_an_env_that_was_handed_in_goes_on_and_stays_open(task):
         assert do(world, "cat guess.txt").observation == "a"
 
 
-def test_what_was_handed_in_cannot_turn_its_grading_into_a_fault(world):
+@pytest.mark.fault(26, "the grading sandbox breaks")
+def test_what_was_handed_in_cannot_turn_its_grading_into_a_fault(world, monkeypatch):
     """An artefact may return the exit code of a program that is missing; it is still invalid."""
     do(world, "echo 'exit 127' > guess.txt")
     world.task = replace(world.task, grader=("sh", "guess.txt"))
@@ -670,6 +640,9 @@ def test_what_was_handed_in_cannot_turn_its_grading_into_a_fault(world):
     world.task = replace(world.task, grader=("no-such-program", "guess.txt"))
     with pytest.raises(SandboxFault, match="the grader does not start: no-such-program"):
         world.score()
+    monkeypatch.setattr(Sandbox, "put", lambda self, *_, **__: self.close())
+    with pytest.raises(SandboxFault):
+        do(world, "validate")
 
 
 def test_folders_of_hidden_files_are_hidden(monkeypatch):
@@ -684,16 +657,13 @@ def test_folders_of_hidden_files_are_hidden(monkeypatch):
 
 
 def test_an_episode_by_hand_names_each_part(capsys, monkeypatch):
-    code = ["cat > strategy.py <<'X'", "def row_strategy(history):", '    """', "```", '    """']
-    code += ["    return 0", "", "X"]
-    too_much = ["```bash", *["cat <<A", "```", "A"] * CHECKS, "```"]
-    lines = ["```bash", *code, "```", *too_much, "no_such", "validate"]
+    code = ["cat > strategy.py <<'X'", "def row_strategy(history):", "    return 0", "", "X"]
+    lines = ["```bash", *code, "```", "no_such", "validate"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
     env.by_hand("battleOfSexes", TINY_TEXTS, sandbox=SandboxOptions(LOCAL))
     said = capsys.readouterr().out
     for words in (
         "> (no output)\n[ok, ",
-        "> Nothing was run. There are more than 100 fences",
         "[exit code 127]\n[error, ",
         "$ exact Score: 1.4400 (",
         "\n[exact part] exact Score: 1.4400 (",

@@ -1,6 +1,5 @@
 """Tasks with exact scores: known constructions score what the literature says, and attacks fail."""
 
-import asyncio
 import itertools
 import json
 import math
@@ -13,24 +12,13 @@ from pathlib import Path
 import grade_exact
 import pytest
 
-import grpo
-import search
 import tasks
 from env import Env
+from flatlab.files import read_rows
 from flatlab.options import SandboxOptions
-from flatlab.runs.store import open_run
-from flatlab.tree.nodes import Tree
-from flatlab.view.reader import read_run
-from flatlab.view.results import outcome
-from helpers import (
-    LOCAL,
-    MADE_BY,
-    FakePolicy,
-    block,
-    run_grader,
-    search_config,
-)
+from helpers import LOCAL, FakePolicy, block, run_grader
 from tasks import load_task
+from test_search import grow, has, headline, opened
 
 EXACT = ("sumsDifferences", "hadamard29", "erdosOverlap", "autocorrelation", "circlePacking")
 UNIT = 10**9
@@ -72,6 +60,7 @@ def grid(radius):
     return [[(2 * (i % 8) + 1) / 16, (2 * (i // 8) + 1) / 16, radius] for i in range(26)]
 
 
+DENORMAL = [[(i + 1) / 32, 0.5, 5e-324] for i in range(26)]
 CONWAY = [0, 2, 3, 4, 7, 11, 12, 14]  # 26 sums, 25 differences
 HEGARTY = [0, 1, 2, 4, 5, 9, 12, 13, 14, 16, 17, 21, 24, 25, 26, 28, 29]  # 59 and 55 (2007)
 
@@ -133,7 +122,6 @@ PAIR = "[500000000, 500000000]"
 REFUSED = {  # task -> solutions or their texts, and what the agent reads
     "erdosOverlap": [
         ('{"overlap": 0.1}', "there must be a list of 1 to 2048 integers"),
-        ("", "it is not JSON"),
         (PAIR + '\n{"overlap": 0.1}', "it is not JSON"),
         ("[" * 100_000, "it is not JSON"),
         ("[500000000, 500000001]", "the sum must be 1000000000, but it is 1000000001"),
@@ -198,27 +186,26 @@ def test_nothing_is_tolerated():
         circles = grid(1 / 16)
         circles[i][2] = math.nextafter(1 / 16, 1)
         refused("circlePacking", circles, f"circle {i} overlaps")
-    circles = [[(i + 1) / 32, 0.5, 5e-324] for i in range(26)]
-    assert scored("circlePacking", circles) == 26 * 5e-324
-    circles[1] = circles[0]  # squares of the radii are 0 in floating point
-    refused("circlePacking", circles, "circle 1 overlaps circle 0")
+    assert scored("circlePacking", DENORMAL) == 26 * 5e-324
+    # squares of the radii are 0 in floating point
+    refused("circlePacking", DENORMAL[:1] * 26, "circle 1 overlaps circle 0")
+
+
+LARGEST = {
+    "erdosOverlap": [HALF + 333333333, HALF - 333333333] * 1024,
+    "autocorrelation": [UNIT - i for i in range(2048)],
+    "sumsDifferences": [i * i * 3 % 999983 for i in range(1, 513)],
+    "hadamard29": paley(29),
+    "circlePacking": DENORMAL,
+}
 
 
 @attack
-@pytest.mark.parametrize(
-    ("name", "solution"),
-    [
-        ("erdosOverlap", [HALF + 333333333, HALF - 333333333] * 1024),
-        ("autocorrelation", [UNIT - i for i in range(2048)]),
-        ("sumsDifferences", [i * i * 3 % 999983 for i in range(1, 513)]),
-        ("hadamard29", paley(29)),
-        ("circlePacking", [[(i + 1) / 32, 0.5, 5e-324] for i in range(26)]),
-    ],
-)
-def test_the_largest_solutions_take_less_than_ten_seconds(name, solution):
+@pytest.mark.parametrize("name", LARGEST)
+def test_the_largest_solutions_take_less_than_ten_seconds(name):
     """Seconds of CPU time, so that a busy machine changes nothing."""
     before = time.process_time()
-    assert scored(name, solution) > 0
+    assert scored(name, LARGEST[name]) > 0
     assert time.process_time() - before < 10
 
 
@@ -227,34 +214,20 @@ def test_the_largest_solutions_take_less_than_ten_seconds(name, solution):
 BETTER = json.dumps([UNIT // 4, UNIT // 2, UNIT * 3 // 4, UNIT * 3 // 4, UNIT // 4])  # 0.4
 
 
-def test_a_search_says_exact_and_keeps_a_file_that_beats_the_reference(tmp_path):
+def test_a_search_says_exact_and_keeps_a_file_that_beats_the_reference(quick_provenance):
     reply = block(f"echo '{BETTER}' > solution.json")
-    model = FakePolicy(reply, block("validate"), block("submit"))
-    cfg = search_config(
-        backend=LOCAL,
-        nodes=1,
-        sampling_mode=("none",),
-        context=50_000,
-        max_reply_tokens=2000,
-        max_observation_tokens=2000,
-    )
-    config = {"seed": 0, "task": "erdosOverlap", "sampling_mode": "none"}
-    run = open_run(tmp_path / "run", config, MADE_BY)
-    (run.dir / "nodes").mkdir()
     task = replace(load_task("erdosOverlap"), reference=0.49)
-    t = Tree(task, "none", 0, cfg, run, search.SELECT[cfg.select])
-    asyncio.run(search.search([t], model, 1))
-    result = run.result
+    trees = opened([task], nodes=1, sampling_mode=("none",))
+    grow(trees, FakePolicy(reply, block("validate"), block("submit")))
+    [t] = trees
+    result = t.run.result
     assert result["value"] > 1
-    assert grpo.REWARDS["continuous"](result["value"], None) == 1  # a reward stays in [-1, 1]
-    assert (result["split"], result["exact"], result["selected_on_test"]) == ("exact", True, False)
-    assert (result["test_stderr"], result["test_reads"]) == (None, 0)
-    [episode] = map(json.loads, (run.dir / "episodes/000000.jsonl").read_text().splitlines())
+    has(t, split="exact", exact=True, selected_on_test=False, test_stderr=None, test_reads=0)
+    [episode] = read_rows(t.run.dir / "episodes/000000.jsonl")
     assert json.loads(episode["score"]["record"]) == json.loads(BETTER)
     with Env(replace(task, name="hard", reference=0.1), LOCAL) as world:
         world.restart()
         assert world.step(reply).status == "ok"
         assert world.score().valid and not world.score().record
-    said = " ".join(outcome(read_run(run.dir)))
-    assert f"{result['best_score']:.6f} (exact part" in said
-    assert "the score is exact" in said
+    for words in (f"overlap {result['best_score']:.6f}", "exact part", "the score is exact"):
+        assert words in headline(t)

@@ -1,27 +1,22 @@
 """Tiny random models of many families: each one trains, or one sentence says why it does not.
 
-    python tests/test_families.py     reads lines "dtype, name of FAMILIES", answers in JSON
-
-The tests ask such a process. An answer holds the numbers of the whole circle of training, or the
-sentence that refuses the model. Each family has a process of its own, forked after the imports: the
-end of one vLLM engine breaks the next.
+Each model has a process of its own, forked from one that has done the imports: the end of one vLLM
+engine breaks the next.
 """
 
 import asyncio
-import contextlib
 import json
-import os
+import multiprocessing
 import re
-import shutil
-import sys
-import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from itertools import product
-from pathlib import Path
 
 import pytest
 
-PROJECT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(PROJECT))
+from flatlab.errors import UserError
+from flatlab.options import ModelOptions
+from helpers import PROJECT
+
 TINY = PROJECT / "configs" / "tiny"
 # after which Policy keeps two copies of the base weights
 SHARING_ERRORS = (AttributeError, KeyError, RuntimeError, ValueError)
@@ -96,20 +91,29 @@ CASES = [
 LIMITS = {"float32": 2e-5, "bfloat16": 0.2}
 
 
-@pytest.fixture(scope="module")
-def answers(request):
-    """Answers of this file as a program for the selected tests, and its stderr."""
-    from helpers import python
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+IMPORTS = ("peft", "vllm.model_executor.models.transformers", "vllm.v1.worker.cpu_worker")
 
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
+
+@pytest.fixture(scope="module")
+def answers(request, tmp_path_factory):
+    """(dtype, family) -> a Future of its answer, for the selected tests; two run at a time."""
     selected = [item for item in request.session.items if "answers" in item.fixturenames]
-    asked = "\n".join(", ".join(item.callspec.params.values()) for item in selected)
-    done = python(__file__, input=asked, env=environment, timeout=900)
-    return dict(map(json.loads, done.stdout.splitlines())), done.stderr
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTS)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        with ProcessPoolExecutor(2, context, max_tasks_per_child=1) as pool:
+            found = {}
+            for item in selected:
+                case = item.callspec.params["dtype"], item.callspec.params["name"]
+                found[case] = pool.submit(answer, *case, str(tmp_path_factory.mktemp("model")))
+            yield found
 
 
 @pytest.mark.slow
@@ -120,9 +124,7 @@ def test_engine_and_trainer_agree_before_and_after_training_or_one_sentence_says
     """And with the base weights of the engine, where docs/models.md says that these are shared. In
     bf16 with autocast, a rounded copy of the adapter and logits in fp32, as on a GPU.
     """
-    found, errors = answers
-    assert f"{dtype}, {name}" in found, errors[-3000:]
-    answer = found[f"{dtype}, {name}"]
+    answer = answers[dtype, name].result(900)
     if name in REFUSED:
         assert re.match(REFUSED[name], answer["refused"])
         return
@@ -179,7 +181,7 @@ def test_a_fused_norm_is_that_of_the_family(name):
     assert any("forward" in vars(m) for m in model.modules()) == (name in PLAIN_NORM)
 
 
-# ---------------------------------------------------------------------------- the program
+# ---------------------------------------------------------------------------- in a process
 
 
 def save(name: str, folder: str) -> None:
@@ -262,51 +264,20 @@ def keep_weights(method, layer) -> None:
     layer.cpu_linear = torch.nn.functional.linear
 
 
-def answer(dtype: str, name: str) -> dict:
-    from flatlab.errors import UserError
+def answer(dtype: str, name: str, folder: str) -> dict:
+    """The numbers of the whole circle of training, or the sentence that refuses the model."""
+    import torch
+
     from flatlab.model.lora_sync import LoraLinear
     from flatlab.model.path import resolve_model
-    from flatlab.options import ModelOptions
     from policy import Policy
 
+    torch.set_num_threads(1)
     LoraLinear.process_weights_after_loading = keep_weights
-    folder = tempfile.mkdtemp()
+    save(name, folder)
+    Policy.dtype = dtype
     try:
-        save(name, folder)
-        Policy.dtype = dtype
         policy = Policy(resolve_model(folder), ModelOptions(context=256), max_batch=8)
-        result = asyncio.run(train(policy))
-        return result | asyncio.run(share_weights(policy))
+        return asyncio.run(train(policy)) | asyncio.run(share_weights(policy))
     except UserError as error:
         return {"refused": str(error)}
-    finally:
-        shutil.rmtree(folder)
-
-
-def main() -> None:
-    import peft  # noqa: F401
-    import torch
-    import vllm.model_executor.models.transformers
-    import vllm.v1.engine.llm_engine
-    import vllm.v1.worker.cpu_worker  # noqa: F401
-
-    import flatlab.model.lora_sync
-    import flatlab.model.packing  # noqa: F401
-
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # only the answers go to stdout
-    for number, line in enumerate(sys.stdin):
-        if number >= 2:  # at a time
-            os.wait()
-        if not os.fork():
-            request = line.strip()
-            torch.set_num_threads(1)
-            print(json.dumps([request, answer(*request.split(", "))]), file=out, flush=True)
-            os._exit(0)
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            os.wait()
-
-
-if __name__ == "__main__":
-    main()

@@ -93,6 +93,7 @@ WORK = [
 ]
 
 
+@fault(28, "a copy while the agent is in a deep folder")
 @fault(28, "a copy of a parent that failed, with installed packages and deleted files")
 @pytest.mark.parametrize("last", ["exit 3", "sleep 30"])
 def test_a_copy_equals_its_parent(world, last):

@@ -113,14 +113,6 @@ def test_a_token_whose_log_prob_is_no_number_is_left_out(policy, update):
     assert "not finite" in " ".join(metrics.alarms(row, []))
 
 
-def test_samples_of_a_rank_that_disagree_are_not_trained_on(policy, update, monkeypatch):
-    monkeypatch.setattr(Ranks, "sum_gradients", lambda *_: False)
-    before = weights_of(policy)
-    row, _ = update(random_pieces(policy, n12=1.0), optimizer=policy.make_optimizer(1.0))
-    assert row["skipped"] == 1
-    assert has_weights(policy, before)
-
-
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
 def test_the_kl_of_a_share_of_the_micro_batches_weighs_as_all(count):
     draws = [draw_kl_weights(count, 1 / 4, 0.05, str(seed)) for seed in range(2000)]
@@ -131,23 +123,28 @@ def test_the_kl_of_a_share_of_the_micro_batches_weighs_as_all(count):
     assert sum(w == 0 for w in draw_kl_weights(count, 1 / 4, 0.0, "")) == 1
 
 
-def test_an_update_with_a_wild_gradient_is_skipped(policy, update, monkeypatch):
+def test_an_update_with_a_wild_gradient_or_of_ranks_that_disagree_is_skipped(
+    policy, update, monkeypatch
+):
     batch = random_pieces(policy, n12=1.0)
     before = weights_of(policy)
     optimizer = policy.make_optimizer(1.0)
-    with monkeypatch.context() as patch:
-        patch.setattr(grpo, "SKIP_GRAD_NORM", 1e-9)
-        assert update(batch, optimizer=optimizer)[0]["skipped"] == 1
     real = policy.logprobs
 
     def broken(*args, **kwargs):
         logp, entropy = real(*args, **kwargs)
         return logp * torch.tensor([math.nan, *[1.0] * (len(logp) - 1)]), entropy
 
-    monkeypatch.setattr(policy, "logprobs", broken)
-    row, _ = update(batch, optimizer=optimizer)
-    assert (row["skipped"], row["lost_tokens"]) == (1, 1)
-    assert has_weights(policy, before)
+    for owner, name, value, lost in (
+        (grpo, "SKIP_GRAD_NORM", 1e-9, 0),
+        (Ranks, "sum_gradients", lambda *_: False, 0),
+        (policy, "logprobs", broken, 1),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            row, _ = update(batch, optimizer=optimizer)
+        assert (row["skipped"], row["lost_tokens"]) == (1, lost), name
+        assert has_weights(policy, before)
     for p in policy.parameters():
         assert p.grad is None or not p.grad.abs().max()
 
@@ -167,11 +164,9 @@ HEALTHY = [row(i) for i in range(12)]
 def test_alarms():
     """Their bounds are below."""
     assert metrics.alarms(row(12), HEALTHY) == []
-    for entropy, words in ((0.05, "the entropy collapsed"), (1.5, "the entropy explodes")):
+    for entropy, words in ((0.05, "collapsed"), (1.5, "explodes")):
         [alarm] = metrics.alarms(row(12, entropy=entropy), HEALTHY)
-        assert alarm.startswith(words)
-    gradient, skipped = metrics.alarms(row(12, grad_norm=math.nan, skipped=1), HEALTHY)
-    assert "gradient" in gradient and "skipped" in skipped
+        assert words in alarm
     assert metrics.alarms({"grad_norm": 5.0}, [{"grad_norm": 0.0}]) == []
     assert not metrics.fell_by_half(0.0, metrics.LOST)
 
@@ -186,6 +181,7 @@ def test_alarms():
         ("clip_share", 0.125, 0.25, 0.26),
         ("logprob_diff_mean", 1e-7, 1.99e-6, 2.01e-6),
         ("grad_norm", 0.25, 2.5, 2.51),
+        ("grad_norm", 0.25, 2.5, math.nan),
         ("lost_tokens", 0, 0, 1),
         ("skipped", 0, 0, 1),
         ("records", 0, 0, 1),
@@ -197,16 +193,11 @@ def test_alarms():
     ],
 )
 def test_bounds_of_the_alarms(key, usual, quiet, loud):
-    rows = [{key: 100.0}] * 21 + [{key: usual}] * 20  # the last twenty count
+    rows = [{key: 100.0}] * 21 + [{key: usual}] * 18  # the last twenty count
+    rows += [{}, {key: math.nan}]  # without a number
     assert metrics.alarms({key: quiet}, rows) == []
     [alarm] = metrics.alarms({key: loud}, rows)
     assert f"({key} {loud:.3g}, usually {usual:.3g})" in alarm
-
-
-def test_a_row_without_numbers_does_not_spoil_what_is_usual():
-    before = [row(0), row(1, grad_norm=math.nan, entropy=math.nan), row(2)]
-    assert metrics.alarms(row(3), before) == []
-    assert len(metrics.alarms(row(3, entropy=0.01), before)) == 1
 
 
 def test_the_row_counts_faults_graders_without_a_result_and_records():
@@ -303,15 +294,6 @@ def test_an_exact_task_beside_others_counts_on_both_parts():
     assert "test_value_mean" not in metrics.evaluation(groups[1:], [exact])
 
 
-def test_one_wild_score_does_not_hide_a_good_policy():
-    """The metric has no lower bound, but no value is below -1."""
-    task = load_task("diabetes")
-    good = judged(task, *[0.40] * 63, -60.0)
-    poor = judged(task, *[0.10] * 64)
-    assert metrics.better(good, poor)
-    assert good["score_mean"] < poor["score_mean"]
-
-
 # ------------------------------------------------------------ whole runs, played episodes
 # The model, the engine and the updates are real; the episode is one reply, and its score a function
 # of that reply. With concurrency=1 every bit of a run is a function of the seed; batches change the
@@ -405,9 +387,6 @@ def test_the_end_of_a_run_compares_the_adapters_and_a_longer_run_does_anew(play,
     final = result_of()["final"]
     assert result_of()["best"]["step"] == final["best"]["step"] == 0
     assert (final["n"], final["steps"], final["last"]["step"]) == (4, 2, 1)
-    assert final["split"] == "validation"
-    assert "test_score_mean" in final["best"]
-    assert "test_score_mean" not in final["last"] | final["untrained"]
     assert "best (step 0)" in final_table(result_of())
     judged = "before eval-000000 eval-000001"
     assert files() == f"000000 000001 {judged} final-best final-last final-untrained"
@@ -423,26 +402,23 @@ def test_the_end_of_a_run_compares_the_adapters_and_a_longer_run_does_anew(play,
     assert has_weights(policy, start)
 
 
-def test_where_best_is_the_untrained_adapter_it_is_played_once(play):
+@pytest.mark.parametrize("steps, adapters", [(0, 1), (2, 2)])
+def test_where_best_is_the_untrained_adapter_it_is_played_once(play, steps, adapters):
     """Also without a step."""
-    for steps, adapters in ((0, 1), (2, 2)):
-        episodes = Watched(0.8, 0.6)
-        play(
-            str(steps), steps=steps, episode=episodes, eval_episodes=4, eval_every=2, guarded=False
-        )
-        result = result_of(str(steps))
-        final = result["final"]
-        assert (result["status"], final["steps"]) == ("finished", steps)
-        assert len(episodes.final) == 4 * adapters
-        assert final["best_is_untrained"]
-        assert final["best"]["difference"] == 0
-        assert "best is the untrained adapter" in final_table(result)
+    episodes = Watched(0.8, 0.6)
+    play(steps=steps, episode=episodes, eval_episodes=4, eval_every=2, guarded=False)
+    final = result_of()["final"]
+    assert (result_of()["status"], final["steps"]) == ("finished", steps)
+    assert len(episodes.final) == 4 * adapters
+    assert final["best_is_untrained"]
+    assert final["best"]["difference"] == 0
+    assert "best is the untrained adapter" in final_table(result_of())
 
 
 def test_paired_differences_by_hand():
     """Faults leave their pair; a failure has the value -1; pairs take out what the seeds share."""
     task = replace(TASK, baseline=0.6, reference=1.6)
-    group = scored_group(task, 0.7, 0.8, 0.0, 0.9)
+    group = scored_group(task, 0.7, 0.8, 0.0, 0.9, 0.9)
     group.episodes[2].status = "fault"
     paired = metrics.paired_difference([group], [scored_group(task, 0.6, 0.6, 0.5, 0.9)])
     assert paired["difference"] == pytest.approx(0.1)
@@ -455,11 +431,11 @@ def test_paired_differences_by_hand():
 
 
 def test_paired_runs_are_compared_with_the_untrained_adapter_and_best_alone_shows_the_test():
-    groups = {"untrained": scored_group(TASK, 0.7), "last": scored_group(TASK, 0.6)}
-    groups["best"] = scored_group(TASK, 0.8)
-    for group in groups.values():
+    played = {}
+    for name, score in {"untrained": 0.7, "last": 0.6, "best": 0.8}.items():
+        group = scored_group(TASK, score)
         group.episodes[0].test_score = group.episodes[0].score
-    played = {name: ([group], f"final-{name}") for name, group in groups.items()}
+        played[name] = ([group], f"final-{name}")
     final = metrics.comparison(played, [TASK], {"last": 9, "best": 4})
     assert (final["split"], final["best_is_untrained"]) == ("validation", False)
     assert [final[name]["file"] for name in played] == [file for _, file in played.values()]
@@ -467,11 +443,9 @@ def test_paired_runs_are_compared_with_the_untrained_adapter_and_best_alone_show
     assert final["last"]["difference"] < 0 < final["best"]["difference"]
     assert (final["last"]["step"], final["best"]["step"]) == (9, 4)
     assert [name for name in played if "test_value_mean" in final[name]] == ["best"]
-    other = scored_group(TASK, 0.7, 0.9)
-    assert metrics.paired_difference([other], [groups["untrained"]])["difference_n"] == 1
-    other.episodes[0].status = other.episodes[1].status = "fault"
+    group.episodes[0].status = "fault"
     with user_error("Every sandbox broke"):
-        metrics.evaluation([other], [TASK])
+        metrics.evaluation([group], [TASK])
 
 
 def test_a_row_has_times_and_memory():
@@ -489,41 +463,25 @@ def test_the_first_results_in_a_row_of_tasks():
     scale = {"metric": "value", "higher_is_better": True, "baseline": 0.0, "reference": 1.0}
     assert results.items() >= (scale | {"kind": "training", "status": "running"}).items()
     assert metrics.first_results([TASK], "training")["baseline"] == TASK.baseline
+    assert metrics.split_of([replace(TASK, splits=("test",))]) == "test"
 
 
-def test_a_resumed_run_knows_the_evaluation_of_the_adapter_in_best(play):
-    """best/ is written before the checkpoint: after kill -9 it may be newer."""
-    options = {"eval_episodes": 2, "eval_every": 1, "guarded": False}
-    play(steps=1, **options)
+def test_a_resumed_run_knows_the_adapter_of_its_start_and_the_evaluation_of_the_best(
+    play, policy, monkeypatch
+):
+    """The KL is measured against the former; with lr=0 nothing is learned. best/ is written before
+    the checkpoint: after kill -9 it may be newer.
+    """
+    randomise(policy)
+    options = {"begin": weights_of(policy), "lr": 0.0, "eval_every": 1, "guarded": False}
+    monkeypatch.setattr(policy, "path", replace(policy.path, adapter="of the start"))
+    play(steps=1, eval_episodes=2, **options)
     file = Path("logs/a/best/evaluation.json")
     newer = read_mapping(file) | {"step": 7, "value_mean": 9.0}
     file.write_text(json.dumps(newer))
-    play(steps=2, **options)
-    assert result_of()["final"]["best"]["step"] == 7
-
-
-def test_the_kl_is_measured_against_the_adapter_of_the_start(play, policy, monkeypatch):
-    """Also after a resume. With --lr 0 nothing is learned."""
-    randomise(policy)
-    start = weights_of(policy)
-    monkeypatch.setattr(policy, "path", replace(policy.path, adapter="of the start"))
-    for steps in (1, 2):
-        rows = play(steps=steps, lr=0.0, begin=start)
+    rows = play(steps=2, eval_episodes=2, **options)
     assert [row["kl"] for row in rows] == pytest.approx([0.0, 0.0], abs=1e-6)
-
-
-def test_30_percent_of_the_sandboxes_break(play):
-    rows = play(steps=3, episode=partial(one_reply, faulty=lambda seed: seed % 10 < 3))
-    assert sum(row["faults"] for row in rows) >= 4
-    for row in rows:
-        assert row["episodes"] + row["faults"] == 4 * row["groups"]
-        assert row["reward_mean"] > -1  # a fault is no reward, not a bad one
-    assert "many sandboxes broke" in str([row["alarms"] for row in rows])
-
-
-def test_all_sandboxes_break(play):
-    with user_error("Every sandbox broke: the container died"):
-        play(steps=3, episode=partial(one_reply, faulty=lambda seed: True))
+    assert result_of()["final"]["best"]["step"] == 7
 
 
 @pytest.fixture
@@ -615,7 +573,7 @@ def test_two_tasks_have_their_own_numbers_and_a_common_scale(play):
 def test_none_is_derived_and_zero_is_zero(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cfg = configure(grpo.Config(loss="gspo"), model="tiny", lr=0.0, backend="local")
-    [cfg], _ = start.each_seed(cfg, partial(start.run_name, script="copy"), grpo.check)
+    [cfg], _ = start.each_seed(cfg, partial(start.run_name, script="copy"))
     assert cfg.lr == 0
     assert (cfg.clip_low, cfg.clip_high) == (3e-4, 4e-4)
     assert cfg.max_groups == 8
@@ -636,10 +594,6 @@ def test_a_run_on_a_degenerate_task_begins_with_a_warning(capsys, monkeypatch):
     env.open_tasks(TaskOptions(("titanic",)), SandboxOptions("local"))
     assert "warning  a score says little on titanic: the sex rule" in capsys.readouterr().out
     assert "the sex rule is the label" in metrics.first_results([task], "training")["degenerate"]
-
-
-def test_a_task_that_only_has_a_test_part_is_not_said_to_be_validated():
-    assert metrics.split_of([replace(TASK, splits=("test",))]) == "test"
 
 
 def test_groups_travel_without_the_sequences_to_train_on(tmp_path):

@@ -5,41 +5,30 @@
 import json
 import shutil
 import signal
-import time
 from collections import Counter
 from pathlib import Path
 from statistics import fmean, stdev
 
-import psutil
 import pytest
 from pytest import approx
 
 import flatlab.runs.start
 import grpo
 import search
-from backends import backends, containers_of
 from flatlab.errors import UserError
 from flatlab.files import read_mapping
 from flatlab.files import read_rows as rows
 from flatlab.runs import trackers
-from helpers import PROJECT, run_here, segments_of, start
+from helpers import PROJECT, done, refuses, run_here, run_until, segments_of
 
-SMALL = "--groups 2 --group-size 4 --eval-episodes 2 --concurrency 8 --steps".split()
-A_RUN = [*SMALL, *"2 --model tiny --task titanic --backend local --name a".split()]
-
-
-def run(folder, *flags, timeout=600, **environment):
-    process = start(folder, *flags, **environment)
-    out, err = process.communicate(timeout=timeout)
-    return process.returncode, out, err
+SMALL = "--groups 2 --group-size 4 --eval-episodes 2 --concurrency 8 --model tiny --backend local"
+A_RUN = f"{SMALL} --steps 2 --task titanic --name a"
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, tiny_model):
     folder = tmp_path_factory.mktemp("run")
-    code, out, err = run(folder, *A_RUN)
-    assert code == 0, err
-    return folder, out
+    return folder, done(folder, "grpo.py", A_RUN)
 
 
 def test_a_run_leaves_everything_behind(finished):
@@ -66,26 +55,19 @@ def test_a_run_leaves_everything_behind(finished):
 @pytest.mark.slow
 def test_seeds_share_an_engine_and_equal_runs_alone(finished):
     folder, _ = finished
-    command = [*A_RUN, "--name", "s", "--seed", "0", "1"]
-    code, out, err = run(folder, *command)
-    assert code == 0, err
-    assert out.count("engine   is starting") == 1
-    alone, first, second = [rows(folder / "logs" / name / "metrics.jsonl") for name in NAMES]
-    for row, other in zip(alone, first, strict=True):
-        assert row["reward_mean"] == other["reward_mean"]
-        assert row.get("loss") == approx(other.get("loss"), abs=1e-6)
-    assert second[0]["reward_mean"] != first[0]["reward_mean"]
+    command = f"{A_RUN} --name s --seed 0 1"
+
+    def first_row(name):
+        return rows(folder / "logs" / name / "metrics.jsonl")[0]
+
+    assert done(folder, "grpo.py", command).count("engine   is starting") == 1
+    alone, first, second = map(first_row, ("a", "s-0", "s-1"))
+    assert alone["reward_mean"] == first["reward_mean"] != second["reward_mean"]
+    assert alone.get("loss") == approx(first.get("loss"), abs=1e-6)
     shutil.rmtree(folder / "logs" / "s-1")
-    code, out, err = run(folder, *command)
-    assert code == 0, err
-    assert out.count("was finished before") == 1
-    assert (
-        rows(folder / "logs" / "s-1" / "metrics.jsonl")[0]["reward_mean"]
-        == (second[0]["reward_mean"])
-    )
+    assert done(folder, "grpo.py", command).count("was finished before") == 1
+    assert first_row("s-1")["reward_mean"] == second["reward_mean"]
 
-
-NAMES = ("a", "s-0", "s-1")
 
 # ------------------------------------------------------------------ numbers from the files alone
 
@@ -94,54 +76,43 @@ def value(episode, key="improvement"):
     return -1 if episode[key] is None else max(-1, episode[key])
 
 
-def mean_and_error(name, numbers):
-    error = stdev(numbers) / len(numbers) ** 0.5
-    return {f"{name}_mean": fmean(numbers), f"{name}_stderr": error}
+def error_of(numbers):
+    return stdev(numbers) / len(numbers) ** 0.5
 
 
-def evaluation_of(episodes):
-    """An evaluation as result.json has it, of episodes without faults."""
-    result = {"n": len(episodes), "faults": 0}
-    for part in ("", "test_"):
-        scores = [e[f"{part}score"] for e in episodes]
-        if all(scores):
-            valid = [score["value"] for score in scores if score["valid"]]
-            values = [value(e, f"{part}improvement") for e in episodes]
-            result |= mean_and_error(f"{part}value", values)
-            result |= mean_and_error(f"{part}score", valid)
-            result[f"{part}valid_share"] = len(valid) / len(scores)
-            result[f"{part}score_best_of_8"] = None  # of fewer than 8
-    return result
+def follows(result, episodes, parts=("",), **more):
+    """The values of an evaluation, and more numbers, are those of its episodes without faults."""
+    expected = more | {"n": len(episodes), "faults": 0}
+    expected["valid_share"] = fmean(e["score"]["valid"] for e in episodes)
+    for part in parts:
+        values = [value(e, f"{part}improvement") for e in episodes]
+        expected |= {f"{part}value_mean": fmean(values), f"{part}value_stderr": error_of(values)}
+    assert {key: result[key] for key in expected} == approx(expected)
 
 
 def test_every_headline_follows_from_the_episodes(finished):
     logs = finished[0] / "logs" / "a"
     result = read_mapping(logs / "result.json")
     row = rows(logs / "metrics.jsonl")[-1]
-    judged = rows(logs / "episodes" / "before.jsonl")
-    before = evaluation_of(judged)
-    last = evaluation_of(rows(logs / "episodes" / "eval-000001.jsonl"))
-    assert result["before"] == approx(before)
-    assert {key: row[f"eval_{key}"] for key in last} == approx(last)
-    step = result["best"].pop("step")
-    assert result["best"] == approx(last if step == 1 else before)
+    before = rows(logs / "episodes" / "before.jsonl")
+    last = rows(logs / "episodes" / "eval-000001.jsonl")
+    follows(result["before"], before)
+    follows({key.removeprefix("eval_"): row[key] for key in row}, last)
+    follows(result["best"], last if result["best"]["step"] == 1 else before)
 
     final = result["final"]
-    files = {name: final[name].pop("file") for name in ("untrained", "last", "best")}
+    files = {name: final[name]["file"] for name in ("untrained", "last", "best")}
     assert (files["best"] == files["untrained"]) == final["best_is_untrained"]
-    reference = {e["seed"]: value(e) for e in rows(logs / files["untrained"])}
-    for name, file in files.items():
-        episodes = rows(logs / file)
-        expected = evaluation_of(episodes)
-        if name != "best":
-            expected = {key: expected[key] for key in expected if "test_" not in key}
-        if name != "untrained":
-            pairs = [value(e) - reference[e["seed"]] for e in episodes]
-            error = mean_and_error("difference", pairs)
-            expected["difference"] = error.pop("difference_mean")
-            expected |= error | {"difference_n": len(pairs), "step": final[name]["step"]}
-        assert final[name] == approx(expected)
-    assert not {e["seed"] for e in judged} & set(reference)
+    untrained = rows(logs / files["untrained"])
+    follows(final["untrained"], untrained)
+    reference = {e["seed"]: value(e) for e in untrained}
+    for name, parts in {"last": [""], "best": ["", "test_"]}.items():
+        episodes = rows(logs / files[name])
+        pairs = [value(e) - reference[e["seed"]] for e in episodes]
+        more = {"difference": fmean(pairs), "difference_stderr": error_of(pairs)}
+        follows(final[name], episodes, parts, **more, difference_n=len(pairs))
+    assert [name for name in files if "test_value_mean" in final[name]] == ["best"]
+    assert not {e["seed"] for e in before} & set(reference)
 
 
 def test_the_loss_of_a_step_follows_from_the_files(finished):
@@ -199,7 +170,7 @@ def test_the_loss_of_a_step_follows_from_the_files(finished):
 
 @pytest.fixture
 def again(finished, monkeypatch, capsys):
-    """again(*flags) runs the script in this process, in the folder of the finished run.
+    """again(more flags) runs the script in this process, in the folder of the finished run.
 
     Returns the exit code, stdout and stderr; an engine that is loaded is an error.
     """
@@ -213,22 +184,27 @@ def again(finished, monkeypatch, capsys):
     made_by["code"] = made_by["code"][-1]
     # in this process the modules of the tests would count as code
     monkeypatch.setattr(flatlab.runs.start, "fingerprint", lambda *_: made_by)
-    return lambda *flags: run_here(grpo.main, *flags, monkeypatch=monkeypatch, capsys=capsys)
+
+    def again(more=""):
+        flags = f"{A_RUN} {more}".split()
+        return run_here(grpo.main, *flags, monkeypatch=monkeypatch, capsys=capsys)
+
+    return again
 
 
 def test_the_same_command_again_finds_it_finished_and_another_config_is_refused(again):
     metrics = Path("logs/a/metrics.jsonl")
     before = metrics.read_bytes()
-    code, out, err = again(*A_RUN)
+    code, out, err = again()
     assert code == 0, err
     assert "was finished before" in out
     assert "\nuntrained " in out
     assert metrics.read_bytes() == before
-    code, _, err = again(*A_RUN, "--lr", "0.5")
+    code, _, err = again("--lr 0.5")
     assert code == 2
     assert "lr: 0.001 there, 0.5 now" in err
     assert err.count("\n") == 1
-    _, _, err = again(*A_RUN, "--steps", "4")
+    _, _, err = again("--steps 4")
     assert "the engine was loaded" in err  # there is something left to do
 
 
@@ -237,7 +213,7 @@ def test_a_run_without_its_checkpoints_is_not_erased(again):
     before = (logs / "metrics.jsonl").read_bytes()
     (logs / "checkpoints").rename("elsewhere")
     try:
-        code, _, err = again(*A_RUN)
+        code, _, err = again()
     finally:
         shutil.rmtree(logs / "checkpoints", ignore_errors=True)
         Path("elsewhere").rename(logs / "checkpoints")
@@ -266,47 +242,28 @@ grpo.main()
 def test_kill_9_while_a_checkpoint_is_written(tmp_path, tiny_model):
     """The step before counts, and the same command goes on from it."""
     (tmp_path / "slow.py").write_text(SLOW_DISK)
-    flags = [*SMALL, *"3 --model tiny --task titanic --backend local --name w".split()]
+    flags = f"{SMALL} --steps 3 --task titanic --name w"
     logs = tmp_path / "logs" / "w"
-    process = start(tmp_path, *flags, script=tmp_path / "slow.py")
-    while not list(logs.glob("checkpoints/.tmp-*-000001/trainer.pt")):
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.02)
-    process.kill()
-    process.wait()
+    is_far = lambda: list(logs.glob("checkpoints/.tmp-*-000001/trainer.pt"))  # noqa: E731
+    run_until(tmp_path, is_far, tmp_path / "slow.py", flags, signal.SIGKILL)
     assert [row["step"] for row in rows(logs / "metrics.jsonl")] == [0, 1]
     assert [folder.name for folder in logs.glob("checkpoints/0*")] == ["000000"]
-    code, out, err = run(tmp_path, *flags)
-    assert code == 0, err
-    assert "resumed after step 0" in out
+    assert "resumed after step 0" in done(tmp_path, "grpo.py", flags)
     assert [row["step"] for row in rows(logs / "metrics.jsonl")] == [0, 1, 2]
     assert not list(logs.rglob(".tmp-*"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", backends("docker", "local"))
-def test_kill_9_in_the_middle_of_a_step_and_the_same_command_again(tmp_path, tiny_model, backend):
+def test_kill_9_in_the_middle_of_a_step_and_the_same_command_again(tmp_path, tiny_model):
     """While groups of three steps are in flight."""
-    other = f"4 --model tiny --task battleOfSexes --backend {backend} --name k --eval-episodes 0"
-    flags = [*SMALL, *other.split(), "--ahead", "2"]
+    flags = f"{SMALL} --steps 4 --task battleOfSexes --name k --eval-episodes 0 --ahead 2"
     logs = tmp_path / "logs" / "k"
     metrics = logs / "metrics.jsonl"
-    process = start(tmp_path, *flags)
-    while not metrics.exists() or not rows(metrics):
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.02)
-    time.sleep(0.3)  # the second step has begun: sandboxes are open
-    children = psutil.Process(process.pid).children(recursive=True)
-    process.kill()
-    process.wait()
-    time.sleep(3)
-    assert not [child for child in children if child.is_running()]
-    # One that was created and not started yet is removed by a later process, see docker_api.
-    assert not [box for box in containers_of(process.pid) if box["State"] != "created"]
+    is_far = lambda: metrics.exists() and rows(metrics)  # noqa: E731
+    run_until(tmp_path, is_far, "grpo.py", flags, signal.SIGKILL)
     for path in logs.rglob("[!.]*.jsonl"):  # whatever is there is whole
         rows(path)
-    code, out, err = run(tmp_path, *flags, "--micro-tokens", "1024")  # this may change
-    assert code == 0, err
+    out = done(tmp_path, "grpo.py", f"{flags} --micro-tokens 1024")  # this may change
     assert "resumed after step" in out
     assert "up to 1024 tokens" in out
     assert [row["step"] for row in rows(metrics)] == [0, 1, 2, 3]
@@ -318,24 +275,17 @@ def test_kill_9_in_the_middle_of_a_step_and_the_same_command_again(tmp_path, tin
     assert set(seeds.values()) == {1}
 
 
-def ignore_sigint():
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
 @pytest.mark.slow
 def test_sigterm_is_an_orderly_end(tmp_path, tiny_model):
     """Also for a run in the background of a script, which ignores SIGINT."""
-    flags = "50 --model tiny --backend local --name t --eval-episodes 0".split()
-    process = start(tmp_path, *SMALL, *flags, before=ignore_sigint)
-    while not (tmp_path / "logs/t/metrics.jsonl").exists():
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    flags = f"{SMALL} --steps 50 --name t --eval-episodes 0"
+    logs = tmp_path / "logs/t"
+    is_far = (logs / "metrics.jsonl").exists
+    code, err = run_until(tmp_path, is_far, "grpo.py", flags, signal.SIGTERM)
+    assert code == 130
     assert "the same command continues logs/t" in err
     assert "Traceback" not in err
-    assert read_mapping(tmp_path / "logs/t/result.json")["status"] == "interrupted"
+    assert read_mapping(logs / "result.json")["status"] == "interrupted"
 
 
 BAD_INPUT = {
@@ -354,11 +304,7 @@ def test_bad_input_is_one_sentence_and_code_2_before_any_model(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(grpo, "load_policy", None)
     Path("logs").write_text("a file where the folder should be")
-    for flags, expected in BAD_INPUT.items():
-        code, out, err = run_here(grpo.main, *flags.split(), monkeypatch=monkeypatch, capsys=capsys)
-        assert code == 2 and expected in " ".join(err.split()), (flags, err)
-        assert "Traceback" not in err
-        assert "engine" not in out
+    refuses(grpo.main, BAD_INPUT, monkeypatch, capsys)
 
 
 MISSING = {

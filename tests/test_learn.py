@@ -145,14 +145,6 @@ def test_the_row_of_a_round_counts_gains_lineages_and_duplicates(policy):
     assert row["duplicate_share"] == pytest.approx(2 / 3)  # x is known, and a comes twice
 
 
-def test_a_valid_share_below_half_of_the_first_for_two_rounds_is_an_alarm():
-    rows = [{"valid_share": share} for share in (0.8, 0.9, 0.3)]
-    assert learn.alarms({"valid_share": 0.5}, rows) == []
-    assert learn.alarms({"valid_share": 0.1}, rows[:1]) == []
-    assert "below half" in learn.alarms({"valid_share": 0.2}, rows)[0]
-    assert "skipped" in learn.alarms({"valid_share": 0.5, "skipped": 1}, rows)[0]
-
-
 def test_replies_that_were_cut_carry_no_gradient(policy):
     def cut(node, episode):
         episode.turns[0]["stop_reason"] = "length"

@@ -13,18 +13,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import env
 import sft
 from bench import gpu
-from flatlab.errors import UserError
 from flatlab.files import read_mapping, read_rows
 from flatlab.model import memory, packing
 from flatlab.model.loading import PHASES
 from flatlab.model.lora_sync import at_most
-from flatlab.model.path import ModelPath
 from flatlab.options import ModelOptions
 from flatlab.train import metrics
 from flatlab.train.batch import TrainSequence, micro_batches
@@ -42,7 +39,7 @@ from helpers import (
 )
 from policy import Engine, Policy, Trainer, gpu_engine_options
 from tasks import load_task
-from tools import get_smollm2, gpu_sums, make_tiny
+from tools import gpu_sums, make_tiny
 
 # ---------------------------------------------------------------------------- memory
 
@@ -366,21 +363,6 @@ def test_it_lists_strategies_when_a_search_asks(tiny_policy, mode, name):
 # ---------------------------------------------------------------------------- tools
 
 
-@pytest.fixture(scope="session")  # as tiny_policy
-def smollm2():
-    try:
-        folder = get_smollm2.get_model()
-    except UserError as error:
-        pytest.skip(str(error))
-    path = ModelPath(str(folder), None, False)
-    return Policy(path, ModelOptions(context=1024), max_batch=8)
-
-
-@pytest.mark.slow
-def test_engine_and_trainer_of_a_pretrained_model_agree(smollm2):
-    assert max(a.largest for a in asyncio.run(smollm2.verify()).values()) <= 1e-4
-
-
 @pytest.mark.slow
 def test_demonstrations_are_scored_can_be_imitated_and_have_the_texts_of_an_episode(tmp_path):
     tool = PROJECT / "tools/demonstrations.py"
@@ -399,39 +381,6 @@ def test_demonstrations_are_scored_can_be_imitated_and_have_the_texts_of_an_epis
     played = asyncio.run(play_once(env.Env(task, LOCAL), FakePolicy("hm"), **options))
     read = {(e["system"], e["prompt"], e["turns"][0]["note"]) for e in episodes}
     assert read == {(played.system, played.prompt, played.turns[0]["note"])}
-
-
-def test_layers_of_peft_keep_no_copies_in_fp32():
-    """Those that bench gpu compares with ours: the update would not fit into a GPU."""
-    trainer = gpu.bare_trainer()
-    batch = gpu.group_of(trainer, [5, 9])
-    ours = gpu.check.one_update(trainer, batch)
-    gpu.use_peft(trainer)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        theirs = gpu.check.one_update(trainer, batch)
-    assert (ours[1] - theirs[1]).norm() < 0.1 * ours[1].norm()
-    sizes = {x.shape[-1] for x in kept if x.dtype == torch.float32 and x.dim() > 1}
-    assert trainer.model.config.intermediate_size not in sizes
-
-
-@pytest.mark.slow
-def test_compiled_layers_share_their_code(monkeypatch):
-    """Otherwise each would be compiled for itself, and from the ninth on none. Recomputed layers
-    cannot be compiled.
-    """
-    monkeypatch.setattr(torch._dynamo.config, "disable", False)
-    trainer = gpu.bare_trainer()
-    layers = trainer.model.get_base_model().model.layers
-    monkeypatch.setattr(type(layers[0]), "forward", type(layers[0]).forward)  # restored at the end
-    gpu.compile_layers(trainer)
-    before = counters["stats"]["unique_graphs"]
-    graphs = []
-    for lengths in ([5, 9], [7, 8], [40, 3]):
-        gpu.check.one_update(trainer, gpu.group_of(trainer, lengths))
-        graphs.append(counters["stats"]["unique_graphs"] - before)
-    assert 0 < graphs[0] < 2 * len(layers)
-    assert len(set(graphs)) == 1
 
 
 @pytest.mark.slow

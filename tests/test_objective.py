@@ -67,27 +67,27 @@ def rewards(name, task, *scores):
     return grpo.rewards_of(scored_group(task, *scores), cfg)
 
 
-@pytest.mark.parametrize("reward", [-1.5, math.nan])
-def test_a_reward_below_that_of_no_submission_ends_the_run(monkeypatch, task, reward):
-    monkeypatch.setitem(grpo.REWARDS, "continuous", lambda improvement, episode: reward)
-    with helpers.user_error("The reward continuous is .*: .* finite number of at least -1"):
-        grpo.rewards_of(scored_group(task, 0.7, 0.8), CFG)
-
-
-@pytest.mark.parametrize(
-    "advantages, sentence",
-    [
-        ([0.5], "The advantage group returned 1 number for 2 rewards."),
-        (None, "The advantage group returned None: it must return a list of numbers."),
-        ([0.5, None], "The advantage group is None: it must be a finite number."),
-    ],
+NO_REWARD = "The reward continuous is .*: .* finite number of at least -1"
+WRONG = (  # what a function of the user returns, and the sentence
+    ("reward", -1.5, NO_REWARD),
+    ("reward", math.nan, NO_REWARD),
+    ("advantage", [0.5], "The advantage group returned 1 number for 2 rewards."),
+    ("advantage", None, "The advantage group returned None: it must return a list of numbers."),
+    ("advantage", [0.5, None], "The advantage group is None: it must be a finite number."),
 )
-def test_a_wrong_list_of_advantages_is_one_sentence(monkeypatch, task, advantages, sentence):
+
+
+@pytest.mark.parametrize("name, value, sentence", WRONG)
+def test_a_wrong_value_of_a_function_is_one_sentence(monkeypatch, task, name, value, sentence):
     group = scored_group(task, 0.7, 0.8)
     group.rewards = [0.0, 1.0]
-    monkeypatch.setitem(grpo.ADVANTAGES, "group", lambda rewards: advantages)
+    monkeypatch.setitem(grpo.REWARDS, "continuous", lambda improvement, episode: value)
+    monkeypatch.setitem(grpo.ADVANTAGES, "group", lambda rewards: value)
     with helpers.user_error(sentence):
-        grpo.make_batch([group], CFG, TrainingRun())
+        if name == "reward":
+            grpo.rewards_of(group, CFG)
+        else:
+            grpo.make_batch([group], CFG, TrainingRun())
 
 
 @pytest.fixture
@@ -183,10 +183,7 @@ def test_tokens_get_the_advantage_of_their_reply_across_segments():
     assert second.advantage == [3, 3]
     assert first.old == approx("-0.1 -0.2 -0.4")
     assert second.mask == bits("000011")
-
-
-def test_replies_without_a_token_between_them_keep_their_own_advantage():
-    [only] = sequences_of(finished(".001"), [1.0, 2.0])
+    [only] = sequences_of(finished(".001"), [1.0, 2.0])  # no token between the replies
     assert only.advantage == [1, 1, 2]
 
 
@@ -279,14 +276,9 @@ def test_dppo_by_hand():
     loss.sum().backward()
     assert new.grad.tolist() == approx("0 1.5 -0.5 0 -1.5")
     wide = configure(cfg, clip_low=0.3, clip_high=0.2)
-    _, is_masked = grpo.masked(new, old, advantage, sequence, wide)
-    assert is_masked.tolist() == bits("10000")
-
-
-def test_a_token_without_an_advantage_is_not_masked():
-    far, near = numbers("-3 -0.1"), numbers("-0.1 -3")
-    _, is_masked = grpo.masked(far, near, numbers("0 0"), ONE[:2], CFG)
-    assert not is_masked.any()
+    for signs, masked in ((advantage, "10000"), (0 * advantage, "00000")):
+        _, is_masked = grpo.masked(new, old, signs, sequence, wide)
+        assert is_masked.tolist() == bits(masked)
 
 
 def test_kl_by_hand_and_its_gradient_pulls_towards_the_base():
@@ -315,22 +307,26 @@ def test_weights_by_hand():
         assert short + long == pytest.approx(mean)
 
 
+BOUNDS = """
+grpo 0.2 0.2 True
+dr_grpo 0.2 0.2 True
+dapo 0.2 0.28 True
+dppo 0.2 0.2 True
+gspo 0.0003 0.0004 False
+cispo 1.0 4.0 True
+"""
+
+
 def test_bounds_of_the_losses_and_constants_of_the_update():
     """Results of runs depend on them: a change is a decision."""
-    bounds = {name: (loss.clip_low, loss.clip_high) for name, loss in grpo.LOSSES.items()}
-    assert bounds == {
-        "grpo": (0.2, 0.2),
-        "dr_grpo": (0.2, 0.2),
-        "dapo": (0.2, 0.28),
-        "dppo": (0.2, 0.2),
-        "gspo": (3e-4, 4e-4),
-        "cispo": (1.0, 4.0),
-    }
-    assert [n for n, loss in grpo.LOSSES.items() if not loss.supports_off_policy] == ["gspo"]
+    lines = BOUNDS.split("\n")[1:-1]
+    for line, (name, loss) in zip(lines, grpo.LOSSES.items(), strict=True):
+        found = (name, loss.clip_low, loss.clip_high, loss.supports_off_policy)
+        assert " ".join(map(str, found)) == line
     constants = (grpo.NO_SUBMISSION, grpo.SKIP_GRAD_NORM, grpo.ENTROPY_BONUS, grpo.IS_CAP)
-    assert constants == (-1.0, 100.0, 0.0, 2.0)
+    constants += (grpo.WARMUP, grpo.EPOCHS, grpo.MAX_GRAD_NORM, grpo.KL_SHARE)
+    assert constants == (-1, 100, 0, 2, 4, 1, 1, 0.25)
     assert grpo.ADAMW == {"betas": (0.9, 0.99), "weight_decay": 0.0}
-    assert (grpo.WARMUP, grpo.EPOCHS, grpo.MAX_GRAD_NORM, grpo.KL_SHARE) == (4, 1, 1.0, 0.25)
 
 
 def test_the_learning_rate_rises_for_four_steps():
@@ -378,12 +374,8 @@ def test_faults_and_equal_rewards_are_not_in_the_batch(task):
     # what the transcripts keep
     stored = [e.turns[0].get("advantage") for e in equal.played + different.played]
     assert stored == [None, None, 0.5, -0.5]
-
-
-def test_a_reply_that_was_cut_is_not_in_the_batch(task):
-    group = played(task, 1.0, 0.0)
-    group.episodes[0].turns[1]["stop_reason"] = "length"
-    batch = grpo.make_batch([group], configure(CFG, credit="complete"), TrainingRun())
+    different.episodes[0].turns[1]["stop_reason"] = "length"
+    batch = grpo.make_batch([different], configure(cfg, credit="complete"), TrainingRun())
     assert [len(s.advantage) for s in batch] == [2, 3]
 
 

@@ -7,11 +7,13 @@ import math
 import re
 import shutil
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.nn import Linear
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
@@ -60,13 +62,12 @@ def largest_gap(policy, prompts, tokens=24):
     return max(map(partial(gap, policy), prompts, samples(policy, prompts, tokens)))
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_engine_and_trainer_agree_before_and_after_syncs(policy, monkeypatch, temperature):
-    monkeypatch.setattr(policy, "temperature", temperature)
+def test_engine_and_trainer_agree_before_and_after_syncs(policy, monkeypatch):
+    monkeypatch.setattr(policy, "temperature", 0.6)
     texts = ("a", "b" * 300, "c\n" * 80)
     prompts = [policy.render([{"role": "user", "content": text}]) for text in texts]
     assert largest_gap(policy, prompts) < 1e-4
-    for seed in range(3):
+    for seed in range(2):
         randomise(policy, seed)
         policy.sync()
         # the same prompts: a prefix cached under old weights would show
@@ -265,18 +266,15 @@ def test_verify_refuses_a_stale_prefix_cache(policy, monkeypatch):
 def test_the_base_is_never_touched(policy):
     base = [p for p in policy.model.parameters() if not p.requires_grad]
     before = [p.clone() for p in base]
-    start = weights_of(policy)  # B = 0
     prompt = policy.render(CHAT)
-    [fresh] = samples(policy, [prompt], 16)
-    for seed in range(20):
+    fresh = samples(policy, [prompt], 16)
+    for seed in range(5):
         randomise(policy, seed)
         policy.sync()
     assert all(map(torch.equal, before, base))
-    for p, values in zip(policy.parameters(), start):
-        p.data.copy_(values)
-    policy.sync()
-    [again] = samples(policy, [prompt], 16)  # of the engine's base model alone
-    assert (again.tokens, again.logprobs) == (fresh.tokens, fresh.logprobs)
+    policy.reset(0)  # B = 0
+    again = samples(policy, [prompt], 16)  # of the engine's base model alone
+    assert [s.logprobs for s in again] == [s.logprobs for s in fresh]
 
 
 @pytest.mark.slow
@@ -354,9 +352,9 @@ def later_varlen_by_hand(*args, enable_gqa=False, **options):
 VARLEN = {"varlen": later_varlen_by_hand, "varlen, torch 2.11": varlen_by_hand}
 
 
-@pytest.mark.parametrize("batch", [BATCH, COMMON], ids=["different", "with a common prompt"])
+@pytest.mark.parametrize("batch", [BATCH, COMMON])
 @pytest.mark.parametrize("way", ["packed", "padded", *VARLEN])
-@pytest.mark.parametrize("bonus", [0.0, 0.7], ids=["", "entropy learns"])
+@pytest.mark.parametrize("bonus", [0.0, 0.7])
 def test_logprobs_are_those_of_a_forward_pass_per_sequence(policy, monkeypatch, batch, way, bonus):
     """Entropies and gradients, too; a common prompt is computed once."""
 
@@ -402,21 +400,15 @@ def test_a_packed_row_holds_the_common_prompt_once(monkeypatch):
     assert called.varlen
 
 
-@pytest.mark.parametrize("kind", ["Linear", "with a bias", "Conv1D"])
+@pytest.mark.parametrize("kind", [partial(Linear, bias=False), Linear, lambda i, o: Conv1D(o, i)])
 @pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-6), (torch.bfloat16, 0.01)])
 def test_a_layer_with_an_adapter_is_that_of_peft(kind, dtype, error):
     """Output and gradients, with the adapter on and off."""
     torch.manual_seed(0)
-    base = Conv1D(48, 32) if kind == "Conv1D" else torch.nn.Linear(32, 48, bias=kind != "Linear")
-    settings = LoraConfig(
-        r=4,
-        lora_alpha=12,
-        target_modules=["0"],
-        init_lora_weights=False,
-        fan_in_fan_out=kind == "Conv1D",
-    )
-    model = get_peft_model(torch.nn.Sequential(base.to(dtype)), settings)
-    layer = model.base_model.model[0]
+    base = kind(32, 48).to(dtype)
+    settings = LoraConfig(r=4, lora_alpha=12, target_modules=["0"], init_lora_weights=False)
+    settings.fan_in_fan_out = isinstance(base, Conv1D)
+    layer = get_peft_model(torch.nn.Sequential(base), settings).base_model.model[0]
     x = torch.randn(2, 5, 32, dtype=dtype, requires_grad=True)
     slope = torch.randn(2, 5, 48, dtype=dtype)
     leaves = [x, layer.lora_A["default"].weight, layer.lora_B["default"].weight]
@@ -484,7 +476,6 @@ def test_log_probs_of_capped_logits_and_their_gradients(dtype, atol, error):
 @pytest.mark.parametrize(
     "family, options, is_one_call",
     [
-        ("qwen3", {}, True),
         ("gpt2", {}, True),
         ("qwen3", {"head_dim": 20}, False),
         ("deepseek_v3", {}, False),  # values have smaller heads than keys
@@ -613,19 +604,16 @@ def test_requests_enter_a_running_batch_and_can_be_cancelled(policy, monkeypatch
     prompt = policy.render(CHAT)
 
     async def go():
-        first = asyncio.ensure_future(policy.sample(prompt, 400))
-        doomed = asyncio.ensure_future(policy.sample(prompt, 400))
-        await policy.sample(prompt, 2)  # both are being generated
-        late = await policy.sample(prompt, 4, seed=3)  # joins, finishes while they go on
+        first = asyncio.ensure_future(policy.sample(prompt, 200))
+        doomed = asyncio.ensure_future(policy.sample(prompt, 200))
+        await policy.sample(prompt, 2)  # joins, finishes while they go on
         assert not first.done()
         doomed.cancel()
         await asyncio.gather(doomed, return_exceptions=True)
         assert policy.engine.get_num_unfinished_requests() == 1
-        return await first, late
+        await first
 
-    first, late = asyncio.run(go())
-    assert len(late.tokens) <= 4
-    assert len(first.logprobs) == len(first.tokens)
+    asyncio.run(go())
     assert not policy.engine.has_unfinished_requests()
 
 
@@ -664,25 +652,6 @@ def test_a_broken_engine_reaches_every_waiting_episode(policy, monkeypatch):
     assert [str(error) for error in asyncio.run(go())] == ["engine on fire"] * 3
     monkeypatch.undo()
     samples(policy, [prompt], 4)  # what was left in the queue is worked off, nothing hangs
-
-
-def test_an_adapter_with_other_tensors_is_refused(policy, tmp_path):
-    """And the adapter in use stays as it is."""
-    from safetensors.torch import load_file, save_file
-
-    randomise(policy)
-    before = weights_of(policy)
-    policy.save(tmp_path)
-    file = tmp_path / "adapter_model.safetensors"
-    weights = load_file(file)
-    name = sorted(weights)[3]
-    rest = {key: values for key, values in weights.items() if key != name}
-    more = weights | {"base_model.model.layers.9.z.lora_A.weight": torch.zeros(1)}
-    for tensors in (rest, more, weights | {name: torch.zeros(2, 3)}):
-        save_file(tensors, file)
-        with user_error("has other layers or another rank"):
-            policy.load_adapter(tmp_path)
-    assert has_weights(policy, before)
 
 
 def test_rank_alpha_and_layers_are_those_of_the_adapter(policy, tmp_path):
@@ -749,7 +718,7 @@ def refused(folder):
 
 def test_a_model_that_cannot_be_used_is_one_sentence(random_model, tmp_path):
     assert "cannot run the model no/such-model: LocalEntryNotFound" in refused("no/such-model")
-    for name in ("logs/no", "logs/no/best", "./no", "../no", "~no/m", "no/such/model", "/no"):
+    for name in "logs/no ./no ../no ~no/m no/such/model /no".split():
         assert refused(name) == f"There is no folder {name}."
     (tmp_path / "best").mkdir()
     (tmp_path / "best/adapter_config.json").touch()
@@ -776,39 +745,28 @@ def test_a_model_that_cannot_be_used_is_one_sentence(random_model, tmp_path):
 
 
 WRONG_FIELDS = {
-    "model_type": (None, 5, ["qwen3"]),
-    "vocab_size": (None, "2048", 0, 1.5, True),
-    "hidden_size": (None, -1, [128], {}),
-    "num_hidden_layers": (None, "4"),
-    "intermediate_size": ([384] * 4, 0),
-    "max_position_embeddings": ("4k", -1),
-    "n_positions": ("4k",),
-    "num_key_value_heads": (0, [2]),
-    "rms_norm_eps": ("x", 0, math.nan, math.inf, True),
-    "logit_scale": (0, "1"),
+    "vocab_size hidden_size num_hidden_layers": (None, "2048", 0, 1.5, True),
+    "intermediate_size max_position_embeddings n_positions num_key_value_heads": ([384], 0, "4k"),
+    "rms_norm_eps logit_scale": ("x", 0, math.nan, math.inf, True),
     "eos_token_id": ("2", -1, [2, "x"], True, 2.5),
+    "model_type": (None, 5),
     "dtype": (16, {}),
     "layer_types": ("full_attention", [1]),
     "stand_in": (1, "yes"),
-    "quantization_config": ("mxfp4", []),
-    "text_config": ([], "x"),
+    "quantization_config text_config": ("mxfp4", []),
 }
 
 
 def test_wrong_fields_of_a_models_config_are_named():
     whole = json.loads((STAND_IN / "config.json").read_text())
-    for name, values in WRONG_FIELDS.items():
-        for value in values:
+    for names, values in WRONG_FIELDS.items():
+        for name, value in product(names.split(), values):
             with user_error(f"^c(:| lacks) {name}"):
                 check_fields(whole | {name: value}, "c")
     with user_error("^c: head_dim"):
         check_fields(whole | {"text_config": {"head_dim": "x"}}, "c")
-    for right in (
-        whole,
-        {"model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_layer": 2},
-        {"model_type": "gemma3", "text_config": {"hidden_size": 8}},
-    ):
-        check_fields(right, "c")
+    check_fields({"model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_layer": 2}, "c")
+    check_fields({"model_type": "gemma3", "text_config": {"hidden_size": 8}}, "c")
 
 
 @pytest.mark.slow
@@ -838,30 +796,21 @@ def test_a_model_without_one_of_its_tensors_is_refused(tmp_path):
     model.save_pretrained(folder, state_dict=weights, max_shard_size="1MB")
     assert (folder / "model.safetensors.index.json").is_file()
     assert refused(folder).endswith(f"lack {lost}: fetch the model again.")
-    with user_error(f"lack {lost}: fetch the model again"):
-        Policy(resolve_model(str(folder)))  # of both scripts
     min(folder.glob("model-*.safetensors")).unlink()
     assert "model-00001-of" in refused(folder)
 
 
 FOREIGN = {
     "base_model_name_or_path": (None, 5, "", "/nowhere/else", "no-such/model"),
-    "r": (None, "8", 0, 8.0, True),
-    "lora_alpha": (None, "16", math.nan, [16]),
-    "target_modules": (None, [], [1], {"q_proj": 1}, ["q_proj", "lm_head"], ["embed_tokens"]),
-    "peft_type": (None, "LOHA", "lora"),
-    "init_lora_weights": ("pissa", "pissa_niter_4", "olora", "loftq"),
-    "alora_invocation_tokens": ([44, 90],),
-    "layers_to_transform": ([0], 0.5),
-    "exclude_modules": (["o_proj"], "o_proj"),
-    "modules_to_save": (["lm_head"],),
-    "trainable_token_indices": ([1], {"embed_tokens": [1]}),
-    "layer_replication": ([[0, 4], [2, 4]],),
-    "alpha_pattern": ({"q_proj": 4},),
+    "r": (None, "8", 0, True),
+    "lora_alpha": (None, "16", math.nan),
+    "target_modules": (None, [], [1], {"q_proj": 1}),
+    "peft_type": (None, "LOHA"),
+    "init_lora_weights": ("pissa", "olora", "loftq"),
     "bias": ("all", "lora_only"),
-    "use_rslora": (True,),
-    "lora_bias": (True,),
-    "a_field_of_tomorrow": (1, "on", {"x": None}),
+    # those of which only an empty value is plain
+    """alora_invocation_tokens layers_to_transform exclude_modules modules_to_save use_rslora
+    trainable_token_indices layer_replication alpha_pattern lora_bias a_field_of_tomorrow""": (1,),
 }
 
 
@@ -869,17 +818,16 @@ def test_an_adapter_that_cannot_be_used_is_one_sentence(policy, tmp_path):
     file = tmp_path / "adapter_config.json"
     policy.save(tmp_path)
     kept = file.read_text()
-    changes = [{name: value} for name, values in FOREIGN.items() for value in values]
-    for fields in changes:
-        file.write_text(json.dumps(json.loads(kept) | fields))
-        [(name, value)] = fields.items()
-        said = refused(tmp_path)
-        assert str(tmp_path) in said and (name in said or str(value[-1]) in said), said
-        assert "cannot run the model" not in said or "base_model_name" in said
-    for name in ("base_model_name_or_path", "r", "peft_type"):
+    for names, values in FOREIGN.items():
+        for name, value in product(names.split(), values):
+            file.write_text(kept)
+            change_json(file, **{name: value})
+            said = refused(tmp_path)
+            assert str(tmp_path) in said and name in said
+    for name in ("lm_head", "embed_tokens"):
         file.write_text(kept)
-        change_json(file, **{name: None})
-        assert f"{name} of its config must be" in refused(tmp_path)
+        change_json(file, target_modules=["q_proj", name])
+        assert f"{tmp_path} adapts {name}" in refused(tmp_path)
     file.write_text("{no json")
     assert "adapter_config.json is damaged" in refused(tmp_path)
     file.write_text(kept)
@@ -899,18 +847,26 @@ def test_an_adapter_of_peft_with_all_of_its_fields_is_plain(random_model, tmp_pa
         assert lora["r"] == 4 and sorted(lora["target_modules"]) == ["q_proj", "v_proj"]
 
 
-def test_tensors_of_an_adapter_are_finite_and_of_layers_that_are_adapted(policy, tmp_path):
+def test_an_adapter_with_other_tensors_is_refused_and_that_in_use_stays(policy, tmp_path):
     from safetensors.torch import load_file, save_file
 
+    randomise(policy)
+    before = weights_of(policy)
     policy.save(tmp_path)
     file = tmp_path / "adapter_model.safetensors"
     weights = load_file(file)
-    name = sorted(weights)[3]
-    for value in (math.nan, math.inf, -math.inf):
-        wrong = weights[name].clone()
+    name, second, *_ = sorted(weights)
+    only = {name: weights[name]}
+    more = weights | {"base_model.model.layers.9.z.lora_A.weight": torch.zeros(1)}
+    for tensors in (only, more, weights | {name: torch.zeros(2, 3)}):
+        save_file(tensors, file)
+        with user_error("has other layers or another rank"):
+            policy.load_adapter(tmp_path)
+    for value in (math.nan, -math.inf):
+        wrong = weights[second].clone()
         wrong[-1, -1] = value
-        save_file(weights | {name: wrong}, file)
-        assert refused(tmp_path) == f"{file} holds NaN or infinity: the tensor {name}."
+        save_file(weights | {second: wrong}, file)
+        assert refused(tmp_path) == f"{file} holds NaN or infinity: the tensor {second}."
         with user_error(f"{file} holds NaN or infinity"):
             policy.load_adapter(tmp_path)
     # also for a target_modules that is a pattern
@@ -918,3 +874,4 @@ def test_tensors_of_an_adapter_are_finite_and_of_layers_that_are_adapted(policy,
         other = f"base_model.model.{layer}"
         save_file(weights | {other: torch.zeros(1)}, file)
         assert f"holds the tensor {other}: only A and B" in refused(tmp_path)
+    assert has_weights(policy, before)

@@ -107,22 +107,20 @@ def test_job_n_of_a_grid_runs_line_n_of_its_file(tmp_path):
 LAUNCHED = "WORLD_SIZE=2 RANK=1 MASTER_ADDR=localhost MASTER_PORT=1"
 
 
-@pytest.mark.parametrize(
-    "variables, sentence",
-    [
-        ("WORLD_SIZE=2", "WORLD_SIZE is 2 but LOCAL_RANK is not set: start it with torchrun, or"),
-        (f"{LAUNCHED} LOCAL_RANK=1", r"more processes here than there are GPUs \(1\)"),
-        ("WORLD_SIZE=2 LOCAL_RANK=0 RANK=1", "WORLD_SIZE is 2 but MASTER_ADDR is not set"),
-        ("WORLD_SIZE=2 LOCAL_RANK=x RANK=1", "LOCAL_RANK must be a whole number from 0 .*'x'"),
-        ("RANK=1", "RANK is 1 but WORLD_SIZE is not set: start it with torchrun, or unset RANK"),
-        ("LOCAL_RANK=abc", "LOCAL_RANK must be a whole number from 0 to 65535, not 'abc'"),
-        ("WORLD_SIZE=two", "WORLD_SIZE must be a whole number from 1 to 65535, not 'two'"),
-        ("WORLD_SIZE=0", "WORLD_SIZE must .*, not '0'"),
-        ("WORLD_SIZE= RANK= LOCAL_RANK=", ""),
-        ("WORLD_SIZE=1 RANK=0", ""),
-        ("LOCAL_RANK=0 RANK=0", ""),
-    ],
-)
+VARIABLES = {
+    "WORLD_SIZE=2": "WORLD_SIZE is 2 but LOCAL_RANK is not set: start it with torchrun, or",
+    f"{LAUNCHED} LOCAL_RANK=1": r"more processes here than there are GPUs \(1\)",
+    "WORLD_SIZE=2 LOCAL_RANK=0 RANK=1": "WORLD_SIZE is 2 but MASTER_ADDR is not set",
+    "RANK=1": "RANK is 1 but WORLD_SIZE is not set: start it with torchrun, or unset RANK",
+    "LOCAL_RANK=abc": "LOCAL_RANK must be a whole number from 0 to 65535, not 'abc'",
+    "WORLD_SIZE=0": "WORLD_SIZE must be a whole number from 1 to 65535, not '0'",
+    "WORLD_SIZE= RANK= LOCAL_RANK=": "",
+    "WORLD_SIZE=1 RANK=0": "",
+    "LOCAL_RANK=0 RANK=0": "",
+}
+
+
+@pytest.mark.parametrize("variables, sentence", VARIABLES.items())
 def test_variables_of_torchrun_that_do_not_fit_together(monkeypatch, variables, sentence):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     join.cache_clear()
@@ -139,9 +137,8 @@ def test_variables_of_torchrun_that_do_not_fit_together(monkeypatch, variables, 
         ("4,2", 4, ""),
         (" 3 ", 3, ""),
         ("", joblib.cpu_count(), ""),
-        ("abc", 0, "OMP_NUM_THREADS must be a whole number from 1 to 65535, not 'abc'"),
+        ("1e3", 0, "OMP_NUM_THREADS must be a whole number from 1 to 65535, not '1e3'"),
         ("0", 0, "not '0'"),
-        ("1e3", 0, "not '1e3'"),
         ("9" * 5_000, 0, "not '9"),
     ],
 )
@@ -183,12 +180,10 @@ def test_two_ranks_equal_one_with_the_same_total_batch(tmp_path, random_model):
     for name in ("ppo", "grpo"):
         one, two = (left_by(tmp_path / ranks / "logs" / name) for ranks in "12")
         (one_rows, *sampled, one_adapter), (two_rows, *others, two_adapter) = one, two
-        keys = "step reward_mean loss kl entropy grad_norm episodes groups lr".split()
-        for a, b in zip(one_rows, two_rows, strict=True):
-            close = pytest.approx({key: b[key] for key in keys}, rel=1e-3, abs=1e-5)
-            assert {key: a[key] for key in keys} == close
-        last = one_rows[-1]["eval_score_mean"]
-        assert last == pytest.approx(two_rows[-1]["eval_score_mean"], abs=1e-4)
+        keys = "step reward_mean loss kl entropy grad_norm episodes groups lr eval_score_mean"
+        for key in keys.split():
+            column = [row.get(key) for row in two_rows]
+            assert [row.get(key) for row in one_rows] == pytest.approx(column, rel=1e-3, abs=1e-5)
         assert sampled == others
         assert len(sampled[0]) == 12 * STEPS
         for key, weight in one_adapter.items():

@@ -3,6 +3,7 @@ and what is read out of replies as models write them, and hostile ones.
 """
 
 import io
+import itertools
 import math
 import random
 import re
@@ -17,11 +18,10 @@ import pytest
 
 import search
 from examples import rules as examples
-from flatlab.errors import UserError
 from flatlab.task.value import improvement
 from flatlab.tree import requests, rules
 from flatlab.tree.nodes import Choice, Node, Tree, code_in
-from helpers import search_config
+from helpers import search_config, user_error
 from tasks import load_task
 
 EXAMPLES = {"softmax": rules.Rule(examples.softmax), "signals": rules.Rule(examples.signals)}
@@ -93,8 +93,7 @@ def test_q_is_normalised_over_the_root_and_all_scored_nodes():
     t = make("ucb")
     assert rules.quality(t)(t.root) == 0.5
     worse, better = put(t, "0", -0.5), put(t, "0", 1.5)
-    q = rules.quality(t)
-    assert [q(node) for node in (worse, t.root, better)] == [0, 0.25, 1]
+    assert list(map(rules.quality(t), (worse, t.root, better))) == [0, 0.25, 1]
 
 
 def test_ucb_by_hand():
@@ -153,15 +152,17 @@ def test_open_ended_commits_to_a_rising_path_for_exactly_k_nodes():
         assert choice.notes["commit"] == left
 
 
-@pytest.mark.parametrize("score", [0.1, None])
-def test_open_ended_drops_the_commitment_when_a_child_is_worse_or_fails(score):
+@pytest.mark.parametrize("score, left", [(0.1, 3), (None, 3), (0.5, 2)])
+def test_open_ended_drops_the_commitment_when_a_child_is_worse_or_fails(score, left):
+    """One that is as good is followed."""
     t = make("open_ended", rule_args=("drafts=1", "commitment=3", "c=0"))
     put(t, "0", 0.5)
     node = step(t)
     assert choose(t).notes == {}  # while it runs there is no second commitment
     end(t, node, score)
-    assert "committed" not in choose(t).reason
-    assert choose(t).notes == {"commit": 3}  # a new one
+    choice = choose(t)
+    assert choice.notes == {"commit": left}  # 3: a new one
+    assert ("committed to this path for 3" in choice.reason) == (left == 2)
 
 
 def test_open_ended_commits_to_no_path_that_is_flat():
@@ -170,27 +171,11 @@ def test_open_ended_commits_to_no_path_that_is_flat():
     assert (choose(t).parent, choose(t).notes) == ("0.0", {})
 
 
-def test_open_ended_stays_on_a_path_that_is_as_good():
-    t = make("open_ended", rule_args=("drafts=1", "commitment=3", "c=0"))
-    put(t, "0", 0.5)
-    end(t, step(t), 0.5)
-    assert "committed to this path for 3" in choose(t).reason
-
-
-@pytest.mark.parametrize(
-    "ids, expected",
-    [
-        (("0", "0"), True),
-        (("0", "0.1"), False),
-        (("0.1", "0"), False),
-        (("0.1", "0.1.0"), True),
-        (("0.1.0", "0.1"), True),
-        (("0.1", "0.10"), False),
-        (("0.1", "0.2"), False),
-    ],
-)
-def test_a_line_holds_ancestors_and_descendants_but_the_root_is_alone(ids, expected):
-    assert rules.same_line(*ids) == expected
+def test_a_line_holds_ancestors_and_descendants_but_the_root_is_alone():
+    nodes = "0 0.1 0.1.0 0.10 0.2".split()
+    together = {pair for pair in itertools.permutations(nodes, 2) if rules.same_line(*pair)}
+    assert together == {("0.1", "0.1.0"), ("0.1.0", "0.1")}
+    assert rules.same_line("0", "0")
 
 
 def test_softmax_by_hand():
@@ -310,25 +295,27 @@ def test_defaults_of_the_rules():
         "linear": {},
     }
     assert rules.FINALISTS == 10
-    kinds = {n: (r.debugs, r.shared_request, r.uses_strategies) for n, r in SELECT.items()}
-    assert {name for name in kinds if kinds[name] != (True, False, True)} == {
-        "bfs",
-        "mcts",
-        "puct",
-        "linear",
-    }
-    assert kinds["bfs"] == (False, True, True)
-    assert kinds["linear"] == (False, False, False)
-    for text, least in {
-        "drafts=0": "0: .* of at least 1",
-        "c=-1": "-1.0: .* 0",
-        "c=x": "'x'",
-    }.items():
-        with pytest.raises(UserError, match=f" is {least}"):
-            SELECT["ucb"].constants(search_config(select="ucb", rule_args=(text,)))
-    for name, known in {"mcts": "c, branching", "linear": "none"}.items():
-        with pytest.raises(UserError, match=f"no 'x'; it has {known}\\."):
-            rules.RULES[name].constants(search_config(select=name, rule_args=("x=1",)))
+    usual = {name for name, rule in SELECT.items() if rule == rules.Rule(rule.function)}
+    assert SELECT.keys() - usual == {"bfs", "mcts", "puct", "linear"}
+    bfs, linear = SELECT["bfs"], SELECT["linear"]
+    assert (bfs.debugs, bfs.shared_request, bfs.uses_strategies) == (False, True, True)
+    assert (linear.debugs, linear.shared_request, linear.uses_strategies) == (False, False, False)
+
+
+WRONG_CONSTANTS = {
+    "ucb drafts=0": "is 0: .* of at least 1",
+    "ucb c=-1": r"is -1\.0: .* 0",
+    "ucb c=x": "is 'x'",
+    "mcts x=1": r"no 'x'; it has c, branching\.",
+    "linear x=1": r"no 'x'; it has none\.",
+}
+
+
+def test_a_wrong_constant_is_one_sentence():
+    for words, sentence in WRONG_CONSTANTS.items():
+        name, text = words.split()
+        with user_error(sentence):
+            SELECT[name].constants(search_config(select=name, rule_args=(text,)))
 
 
 def test_linear_is_a_chain():
@@ -524,28 +511,22 @@ def test_replies():
         assert requests.parse(reply)[1] == count, reply
 
 
-PROBABILITIES = (
-    (0.05, 0.05),
-    ("1/20", 0.05),
-    ("~0.07", 0.07),
-    (".5", 0.5),
-    ("0,05", 0.05),
-    ("1e-3", 0.001),
-    ("7", None),
-    ("-0.1", None),
-    ("1/0", 0.0),
-    ("nan", None),
-    (None, None),
-    ({"a": 1}, None),
-    ("9" * 400, None),
-    ("²", None),
-)
+PROBABILITIES = {
+    0.05: 0.05,
+    "1/20": 0.05,
+    "~0.07": 0.07,
+    ".5": 0.5,
+    "0,05": 0.05,
+    "1e-3": 0.001,
+    "1/0": 0.0,
+}
 
 
 def test_probabilities():
-    for text, value in PROBABILITIES:
-        expected = None if value is None else pytest.approx(value)
-        assert requests.probability(text) == expected, text
+    for text, value in PROBABILITIES.items():
+        assert requests.probability(text) == pytest.approx(value), text
+    for text in ("7", "-0.1", "nan", None, {"a": 1}, "9" * 400, "²"):
+        assert requests.probability(text) is None, text
 
 
 def test_ten_thousand_hostile_replies():

@@ -118,9 +118,9 @@ async def correct_status(response) -> None:
 class Endpoint:
     """A chat model behind an OpenAI-compatible endpoint.
 
-    An endpoint takes text, while the rest of the system counts tokens. A "token" here is a piece of
-    at most 3 characters, or the opening of a turn. The turns and their texts can be read back from
-    such a list, and its length is a safe estimate of the number of real tokens.
+    An endpoint takes text, while the rest of the system counts tokens. A "token" here is a text of
+    at most 3 characters, or the role of a turn at its opening. The turns can be read back from such
+    a list, and its length is a safe estimate of the number of real tokens.
 
     Args:
         url: address of the endpoint, with its /v1.
@@ -128,7 +128,7 @@ class Endpoint:
         key: the one of the endpoint; if empty, that in $OPENAI_API_KEY.
     """
 
-    ROLES = ("system", "user", "assistant")  # tokens 0, 1, 2
+    ROLES = ("system", "user", "assistant")  # longer than any piece of a text
 
     def __init__(
         self,
@@ -152,38 +152,34 @@ class Endpoint:
             http_client=openai.DefaultAsyncHttpxClient(event_hooks={"response": [correct_status]}),
         )
         self.refused = set()  # fields of ADAPTABLE; max_tokens has another name
-        # a token's number is its place here; no piece is as long as the name of a role
-        self.numbers = {role: number for number, role in enumerate(self.ROLES)}
 
-    def encode(self, text: str) -> list[int]:
-        pieces = [text[i : i + PIECE] for i in range(0, len(text), PIECE)]
-        return [self.numbers.setdefault(piece, len(self.numbers)) for piece in pieces]
+    def encode(self, text: str) -> list[str]:
+        return [text[i : i + PIECE] for i in range(0, len(text), PIECE)]
 
-    def decode(self, tokens: list[int]) -> str:
-        pieces = list(self.numbers)
-        return "".join(pieces[token] for token in tokens if token >= len(self.ROLES))
+    def decode(self, tokens: list[str]) -> str:
+        return "".join(token for token in tokens if token not in self.ROLES)
 
-    def render(self, messages: list[dict]) -> list[int]:
+    def render(self, messages: list[dict]) -> list[str]:
         """The tokens of a conversation, ending with the opening of the reply."""
         tokens = []
         for message in messages:
-            tokens.append(self.ROLES.index(message["role"]))
-            tokens += self.encode(message["content"])
-        return [*tokens, self.ROLES.index("assistant")]
+            tokens += [message["role"], *self.encode(message["content"])]
+        return [*tokens, "assistant"]
 
-    def observation_tokens(self, text: str, ended: bool) -> list[int]:
+    def observation_tokens(self, text: str, ended: bool) -> list[str]:
         return self.render([{"role": "user", "content": text}])
 
-    def messages(self, tokens: list[int]) -> list[dict]:
+    def messages(self, tokens: list[str]) -> list[dict]:
         """The conversation in such a list, without the opening of the reply at its end."""
-        starts = [i for i, token in enumerate(tokens) if token < len(self.ROLES)]
         turns = []
-        for start, end in zip(starts, starts[1:]):
-            content = self.decode(tokens[start + 1 : end])
-            turns.append({"role": self.ROLES[tokens[start]], "content": content})
-        return turns
+        for token in tokens:
+            if token in self.ROLES:
+                turns.append({"role": token, "content": ""})
+            else:
+                turns[-1]["content"] += token
+        return turns[:-1]
 
-    async def sample(self, tokens: list[int], max_tokens: int, seed: int | None = None) -> Sample:
+    async def sample(self, tokens: list[str], max_tokens: int, seed: int | None = None) -> Sample:
         """One reply.
 
         Raises OverflowError if the endpoint finds the prompt too long, and UserError if it refuses

@@ -11,11 +11,18 @@ num_hidden_layers n_layer n_layers num_layers num_attention_heads num_key_value_
 max_position_embeddings n_positions max_seq_len seq_length"""
 FACTORS = """rms_norm_eps rope_theta logit_scale logits_scaling final_logit_softcapping
 attn_logit_softcapping"""
+
+
+def is_token_or_list(value) -> bool:
+    tokens = value if isinstance(value, list) else [value]
+    return all(type(token) is int and token >= 0 for token in tokens)
+
+
 # Names of fields -> what they must be if they are given, and a test of that
 FIELDS = {
     SIZES: ("a whole number of at least 1", lambda x: type(x) is int and x >= 1),
     FACTORS: ("a number above 0", lambda x: type(x) in (int, float) and 0 < x < math.inf),
-    "eos_token_id": ("a token's number or a list of them", lambda x: is_token_or_list(x)),
+    "eos_token_id": ("a token's number or a list of them", is_token_or_list),
     "model_type dtype torch_dtype": ("a text", lambda x: isinstance(x, str)),
     "architectures layer_types": (
         "a list of texts",
@@ -34,11 +41,6 @@ NEEDED = (
     ("hidden_size", "d_model", "n_embd", "emb_dim"),
     ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
 )
-
-
-def is_token_or_list(value) -> bool:
-    tokens = value if isinstance(value, list) else [value]
-    return all(type(token) is int and token >= 0 for token in tokens)
 
 
 def check_fields(config: dict, where) -> None:

@@ -60,7 +60,7 @@ class PhaseLines(logging.Handler):
         now = time.monotonic()
         if name := PHASES.get(record.msg):
             if now - self.start >= 0.5:
-                print(f"engine   {name} ({now - self.start:.0f} s)", flush=True)
+                print(f"engine   {name} ({now - self.start:.0f} s)")
             self.start = now
 
 

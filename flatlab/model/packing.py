@@ -129,30 +129,27 @@ def hidden_states(trunk, batch, device: str, packed: bool, uses_varlen: bool):
     if not packed:
         return padded_hidden_states(trunk, batch, device)
     prompt = common_prompt(batch) if len(batch) > 1 else 0
-    length = prompt  # of the row so far
     row = [np.array(batch[0][0][:prompt], np.int64)]
     positions = [np.arange(prompt)]
-    layout = Layout([prompt], [None], None)
+    lengths = [prompt]
+    masks = [None]
     before = []
     targets = []
     for tokens, mask in batch:
         tokens = np.array(tokens)
-        trained = np.flatnonzero(mask)
-        trained = trained[trained > prompt]
-        before.append(length - prompt + trained - 1)
-        targets.append(tokens[trained])
+        last = np.flatnonzero(mask[1:])  # before a trained token
+        before.append(sum(lengths) - prompt + last)
+        targets.append(tokens[last + 1])
         row.append(tokens[prompt:])
         positions.append(np.arange(prompt, len(tokens)))
-        length += len(tokens) - prompt
         own = len(tokens) - prompt
         sees = None  # which skips the masked half, so it is faster if the prompt is short
         if prompt >= own and not uses_varlen:
             everything = torch.ones(own, len(tokens), dtype=torch.bool, device=device)
             sees = everything.tril(prompt)[None, None]
-        layout.lengths.append(own)
-        layout.masks.append(sees)
-    if uses_varlen:
-        layout = layout._replace(varlen=varlen_of(layout.lengths, device))
+        lengths.append(own)
+        masks.append(sees)
+    layout = Layout(lengths, masks, varlen_of(lengths, device) if uses_varlen else None)
     columns = (row, positions, before, targets)
     row, positions, before, targets = [on_device(np.concatenate(c), device) for c in columns]
     output = trunk(

@@ -10,7 +10,6 @@ import signal
 import sys
 import textwrap
 import traceback
-from contextlib import suppress
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import UnionType
@@ -116,13 +115,12 @@ def check_word(flag: str, kind, value: str) -> None:
     if get_origin(kind) is Literal and value not in get_args(kind):
         names = sorted(get_args(kind))
         raise UserError(f"Unknown {flag} {value!r}{hint or '; ' + nearest(value, names)}.")
-    wanted = {int: "a whole number", float: "a number"}.get(kind)
-    with suppress(ValueError):
-        if wanted:
+    if kind in (int, float):
+        try:
             kind(value)
-            return
-    if wanted:
-        raise UserError(f"{flag} needs {wanted}, not {value!r}{hint}.")
+        except ValueError:
+            wanted = "a whole number" if kind is int else "a number"
+            raise UserError(f"{flag} needs {wanted}, not {value!r}{hint}.") from None
 
 
 def show_defaults(made, defaults: dict) -> None:
@@ -189,6 +187,7 @@ def one_sentence(main):
     # `nohup ... &` starts processes with SIGINT ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    sys.stdout.reconfigure(line_buffering=True)  # for those who watch a log
     if os.environ.get("NO_COLOR"):
         os.environ["TERM"] = "dumb"  # tyro knows this one only
     try:

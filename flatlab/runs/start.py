@@ -32,14 +32,10 @@ from flatlab.runs.fingerprint import fingerprint
 # ------------------------------------------------------------------ configs
 
 
-def no_check(cfg, model) -> None:
-    """The check of a script that has none of its own."""
-
-
-def configs(config_class, script: str, check: Callable = no_check) -> tuple:
+def configs(config_class, script: str) -> tuple[list, ModelPath | None]:
     """Parses the command line into the config of each --seed, and their model, see each_seed."""
     cfg = cli.parse_config(config_class, sys.argv[1:])
-    return each_seed(cfg, lambda cfg, seed: run_name(cfg, seed, script), check)
+    return each_seed(cfg, lambda cfg, seed: run_name(cfg, seed, script))
 
 
 def run_name(cfg, seed: int, script: str) -> str:
@@ -51,24 +47,22 @@ def run_name(cfg, seed: int, script: str) -> str:
     return f"{cfg.name}-{seed}" if len(cfg.seed) > 1 else cfg.name
 
 
-def each_seed(cfg, name_of: Callable, check: Callable = no_check) -> tuple[list, ModelPath | None]:
+def each_seed(cfg, name_of: Callable) -> tuple[list, ModelPath | None]:
     """A list of a complete config for each --seed, which is a number there, and the path of their
     model (None for an endpoint). The configs share all else.
 
-    name_of: (cfg, seed) -> name of the run. check: see complete.
+    name_of: (cfg, seed) -> name of the run.
     """
     cfgs = []
     for seed in cfg.seed:
         cfgs.append(replace(cfg, seed=seed, name=name_of(cfg, seed)))
-        model = complete(cfgs[-1], check)
+        model = complete(cfgs[-1])
     return cfgs, model
 
 
-def complete(cfg, check: Callable = no_check) -> ModelPath | None:
+def complete(cfg) -> ModelPath | None:
     """Fills in the options that are None. Returns the path of the model; None for an endpoint.
-
-    check: the script's own check of a complete config and its model. Raises UserError for settings
-    that are wrong.
+    Raises UserError for settings that are wrong.
     """
     url = getattr(cfg, "url", None)  # grpo.py and sft.py have none
     if url and not re.fullmatch(r"https?://\S+", url):  # not quoted: it may hold a password
@@ -84,7 +78,6 @@ def complete(cfg, check: Callable = no_check) -> ModelPath | None:
             f"--max-reply-tokens {cfg.episode.max_reply_tokens} leaves no room for a prompt in "
             f"--context {cfg.model.context}."
         )
-    check(cfg, model)
     return None if url else model
 
 

@@ -5,8 +5,6 @@ and a branch of pick_backend() in client.py; its name in SandboxOptions.backend;
 guest/isolate.py if it has to isolate from inside.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ The main process in a sandbox is the program of guest/. It answers framed reques
 connection. When the owner dies the connection ends, and with it everything in the sandbox.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """Docker sandboxes: a container whose main process is the program of guest/."""
 
-from __future__ import annotations
-
 import functools
 import os
 import secrets

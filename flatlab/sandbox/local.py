@@ -1,7 +1,5 @@
 """Local sandboxes: processes of this machine, isolated by namespaces or by Landlock."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

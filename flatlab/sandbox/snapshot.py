@@ -6,8 +6,6 @@ follows it: cwd, exported variables, and the entries of changed folders, from wh
 deleted.
 """
 
-from __future__ import annotations
-
 import json
 import os
 

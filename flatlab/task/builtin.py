@@ -1,7 +1,5 @@
 """Built-in tasks: configs/tasks/<name>/task.yaml. Its folder's name is the task's name."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -25,7 +23,7 @@ class TaskYaml:
 
 
 # The keys that go to Task as they are
-TASK_KEYS = """metric higher_is_better baseline reference artefacts collect splits exact
+TASK_KEYS = """metric higher_is_better baseline reference artefacts splits exact
 step_timeout idle_timeout grade_timeout needs_gpu needs_network hide_package_data degenerate trivial
 imported""".split()
 

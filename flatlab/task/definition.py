@@ -1,7 +1,5 @@
 """Tasks, and reading what a grader printed."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ artefact is no submission, and Score.grader_output is what the grader said, for 
 run, sanity.check_grader finds out whether the grader works at all.
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass, replace
 

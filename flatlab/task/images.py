@@ -1,7 +1,5 @@
 """Docker images for a task, with its public files already in place; and its requirements."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import threading

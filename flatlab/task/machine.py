@@ -1,7 +1,5 @@
 """The machine of a task: its kind of sandbox, an open sandbox, and the software in it."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat
@@ -19,8 +17,7 @@ MOUNT_BYTES = 16 << 20  # size above which a local sandbox mounts a public file
 
 
 def resolve_backend(task: Task, options: SandboxOptions) -> SandboxOptions:
-    """The options as they hold for this task: a concrete kind of sandbox in place of "auto", and a
-    network only if the task needs one.
+    """The options with a concrete kind of sandbox in place of "auto".
 
     Raises UserError if such a sandbox lacks an image, a network, a cache or a GPU for the task.
     """
@@ -45,11 +42,12 @@ def resolve_backend(task: Task, options: SandboxOptions) -> SandboxOptions:
             f"Task {task.name} needs a GPU, and this machine has none that works "
             "(no /dev/nvidiactl)."
         )
-    return replace(options, backend=kind, network=options.network and task.needs_network)
+    return replace(options, backend=kind)
 
 
 def open_sandbox(task: Task, options: SandboxOptions, seed: int = 0, **limits) -> Sandbox:
-    """Opens a sandbox for an agent or for a grading. options: as resolve_backend returns them.
+    """Opens a sandbox for an agent or for a grading, with a network only if the task needs one.
+    options: as resolve_backend returns them.
 
     It holds none of the task's hidden files. Public files may be in place already (see
     Sandbox.premounted). limits: memory, disk, cpus, processes. Raises SandboxFault, and UserError
@@ -76,7 +74,7 @@ def open_sandbox(task: Task, options: SandboxOptions, seed: int = 0, **limits) -
             image=image,
             premounted=mounted,
             env={"PYTHONHASHSEED": str(seed % 2**32)},
-            network=options.network,
+            network=options.network and task.needs_network,
             gpu=task.needs_gpu,
             hf_cache=options.hf_cache,
             hide=tuple({str(path.resolve().parent) for path in task.hidden.values()}),

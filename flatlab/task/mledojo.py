@@ -1,7 +1,5 @@
 """Competitions that MLE-Dojo prepared: <root>/<name>/data/public and data/private."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ What MLGym's own files do not say, such as the direction of a metric, its hidden
 and how to grade each class of tasks, is in configs/tasks/mlgym.yaml.
 """
 
-from __future__ import annotations
-
 import fnmatch
 from pathlib import Path
 

@@ -11,8 +11,6 @@ grows, but stays below 2, so that one submission cannot outweigh many failures i
 A `task` is anything with baseline, higher_is_better and reference.
 """
 
-from __future__ import annotations
-
 from statistics import fmean
 
 from flatlab.numbers import BEST_OF, expected_best, plus_minus, standard_error
@@ -42,12 +40,10 @@ def score_at(improvement: float, task) -> float:
 
 def value_of(improvement: float | None) -> float:
     """The value of an episode or node. improvement: None without a valid submission."""
-    return WORST if improvement is None else max(WORST, bounded(improvement))
-
-
-def bounded(improvement: float) -> float:
-    """The value before its lower bound: below 2, and increasing."""
-    return improvement if improvement <= 1 else 2 - 1 / improvement
+    if improvement is None:
+        return WORST
+    bounded = improvement if improvement <= 1 else 2 - 1 / improvement
+    return max(WORST, bounded)
 
 
 def summary(improvements: list[float | None], task=None) -> dict:

@@ -44,7 +44,7 @@ def resume(
     if folder:
         if not job.run:  # rank 0 has loaded it
             restore(policy, optimizer, folder)
-        job.say(f"resumed after step {step} from {folder}")
+        print(f"resumed after step {step} from {folder}")
     job.ranks.broadcast(policy.parameters())
     return rows
 
@@ -89,11 +89,6 @@ def restore(policy, optimizer, folder: Path) -> None:
         optimizer.load_state_dict(saved["optimizer"])
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         raise UserError(f"{file} is not the optimizer's state of this model.") from None
-
-
-def newest(run) -> tuple[int, Path | None]:
-    """Step and folder of the newest checkpoint; -1 and None if there is none."""
-    return [(-1, None), *run.checkpoints()][-1]
 
 
 def write_step(policy, optimizer, job, row: dict, groups: list[Group] = ()) -> None:
@@ -167,7 +162,7 @@ async def compare(policy, evaluate: Callable, job) -> dict:
         if weights not in played:
             policy.load_adapter(folder)
             policy.sync(steps[name] + 1)
-            job.say(f"evaluating  the {name} adapter")
+            print(f"evaluating  the {name} adapter")
             file = f"final-{name}"
             played[weights] = await evaluate(file, test=name == "best"), f"episodes/{file}.jsonl"
     same = {name: played[weights] for name, (_, weights) in adapters.items()}
@@ -181,8 +176,8 @@ def final_adapters(job) -> dict[str, tuple[Path, str]]:
     adapters = {}
     if job.run:
         untrained = job.run.dir / "untrained"
-        last = newest(job.run)[1] or untrained
-        folders = {"untrained": untrained, "last": last, "best": job.run.dir / "best"}
+        made = [untrained, *(folder for _, folder in job.run.checkpoints())]
+        folders = {"untrained": untrained, "last": made[-1], "best": job.run.dir / "best"}
         for name, folder in folders.items():
             adapters[name] = folder, content_key(next(folder.glob("*.safetensors")))
     return job.ranks.first(adapters)

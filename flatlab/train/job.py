@@ -240,10 +240,6 @@ class TrainingRun:
             self.run = open_run(*args)
         self.finished = self.ranks.first(bool(self.run and self.run.finished))
 
-    def say(self, text: str) -> None:
-        """Prints at once. join() has silenced all ranks but rank 0."""
-        print(text, flush=True)
-
     def update_result(self, **fields) -> None:
         """Merges the fields into result.json."""
         if self.run:

@@ -8,8 +8,6 @@ A tree holds its nodes and nothing that can be computed from them: a node takes 
 through a thousand of them takes less than a millisecond.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import io
@@ -73,7 +71,7 @@ class Node:
     seed: int = 0
     kept: bool = False  # its files are in nodes/<order>.tar
     decision: dict = field(default_factory=dict)  # phase, scores of the candidates, reason
-    children: list[Node] = field(default_factory=list, init=False)  # in order of their start
+    children: list = field(default_factory=list, init=False)  # Nodes, in order of their start
 
     @property
     def depth(self) -> int:

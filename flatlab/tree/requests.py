@@ -5,8 +5,6 @@ A `node` is a search node or anything with the same fields (idea, score, op, val
 error, decision); `prompts` are the Prompts of the file.
 """
 
-from __future__ import annotations
-
 import copy
 import html
 import json
@@ -191,33 +189,30 @@ def in_json(text):
         start = text.find("{", end)
 
 
-RESPONSE = re.compile(r"<(response|strategy|idea|item)\b([^>]*)>", re.I)
-FIELD = r"<({})\b[^>]*>(.*?)</\1\s*>"
-TEXT = re.compile(FIELD.format("text|strategy|description"), re.I | re.S)
-STATED = re.compile(FIELD.format("probability|p"), re.I | re.S)
-ATTRIBUTE = re.compile(r"""\b(?:probability|p)\s*=\s*["']([^"']*)""", re.I)
+# Groups: name, attributes, content, end tag ("" if the element does not end), what stands behind it
+RESPONSE = re.compile(
+    r"<(response|strategy|idea|item)\b([^>]*)>(.*?)(</\1\s*>|\Z)"
+    r"(.*?)(?=<(?:response|strategy|idea|item)\b|\Z)",
+    re.I | re.S,
+)
+TEXT = re.compile(r"<(text|strategy|description)\b[^>]*>(.*?)</\1\s*>", re.I | re.S)
+STATED = re.compile(r"<(probability|p)\b[^>]*>(.*?)</\1\s*>", re.I | re.S)
+ATTRIBUTE = re.compile(r"""\b(probability|p)\s*=\s*["']([^"']*)""", re.I)
 
 
 def in_xml(text):
     """The elements <response>, each with its text and its probability inside or as an attribute.
     The strategy of an element that does not end is "".
     """
-    start = RESPONSE.search(text)
-    while start:
-        end = re.compile(rf"</{start[1]}\s*>", re.I).search(text, start.end())
+    for _, attributes, content, end, behind in RESPONSE.findall(text):
         if not end:
             yield "", None
             return
-        following = RESPONSE.search(text, end.end())
-        inside = text[start.end() : end.start()]
-        behind = text[end.end() : following.start() if following else len(text)]
-        named = TEXT.search(inside)
-        stated = STATED.search(inside + behind)
-        attribute = ATTRIBUTE.search(start[2])
-        idea = named[2] if named else STATED.sub("", inside)
+        named = TEXT.search(content)
+        stated = STATED.search(content + behind) or ATTRIBUTE.search(attributes)
+        idea = named[2] if named else STATED.sub("", content)
         idea = html.unescape(re.sub(r"<[^>]*>", "", idea)).strip()
-        yield idea, stated[2] if stated else attribute and attribute[1]
-        start = following
+        yield idea, stated and stated[2]
 
 
 LABEL = re.compile(r"[\s#*•+\d.()-]*(?:strategy|idea)\s*#?\d{0,3}\s*(?::|$)\s*(.*)", re.I)

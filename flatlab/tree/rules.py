@@ -15,8 +15,6 @@ debug a failed leaf with probability DEBUG_PROB (see `failed_leaf`).
 Letters: N executed nodes, n children of a candidate, q its value.
 """
 
-from __future__ import annotations
-
 import heapq
 import inspect
 import math

@@ -19,23 +19,22 @@ STAND_IN = "  (the stand-in, for trials; it only knows titanic, battleOfSexes an
 
 def say(text: str) -> None:
     """Prints text without the characters that steer a terminal: a model may have written it."""
-    print(re.sub(UNSAFE, "·", text.replace("\r\n", "\n")), flush=True)
+    print(re.sub(UNSAFE, "·", text.replace("\r\n", "\n")))
 
 
 def model_line(cfg, model) -> None:
     """Prints the model. model: its ModelPath; None for an endpoint."""
     note = STAND_IN if model and model.stand_in else ""
-    print(f"model    {cfg.model.model}{note}", flush=True)
+    print(f"model    {cfg.model.model}{note}")
 
 
-def banner(cfg, run) -> None:
+def banner(cfg) -> None:
     """Prints what a training run is about to do."""
     print(
         f"plan     {counted(cfg.steps, 'step')} x {counted(cfg.groups, 'group')} x "
         f"{counted(cfg.group_size, 'episode')}, "
         f"{cfg.advantage} advantage, {cfg.loss} loss\n"
-        f"run      {viewed(run.dir)}",
-        flush=True,
+        f"run      {viewed(Path('logs', cfg.name))}",
     )
 
 
@@ -59,7 +58,6 @@ def step_made(job, rows: list[dict], cfg) -> None:
         f"ETA {duration(eta)}",
         *(f"\n      ! {alarm}" for alarm in row["alarms"]),
         sep="",
-        flush=True,
     )
     page.plot_now_and_then(job.run.dir)
 
@@ -82,7 +80,7 @@ def update_made(rows: list[dict], updates: int) -> None:
     row = rows[-1]
     eta = fmean(r["seconds"] for r in rows[-20:]) * (updates - len(rows))
     loss = f"{row['loss']:.3f} nats per token"
-    print(f"imitate  {len(rows)} of {updates}: {loss}, ETA {duration(eta)}", flush=True)
+    print(f"imitate  {len(rows)} of {updates}: {loss}, ETA {duration(eta)}")
 
 
 def episode_made(group, played: int, episodes: int, eta: float) -> None:
@@ -96,7 +94,6 @@ def episode_made(group, played: int, episodes: int, eta: float) -> None:
     print(
         f"episode  {played} of {episodes}: {group.task.name} {outcome}, {turns}, "
         f"{episode.status}, ETA {duration(eta)}",
-        flush=True,
     )
 
 
@@ -138,7 +135,7 @@ def search_banner(cfg, trees: list, where: Path) -> None:
                 "another node becomes the best"
             )
     print(f"run      {where}")
-    print(ROW.format(*TITLES), flush=True)
+    print(ROW.format(*TITLES))
 
 
 ROW = "{:<14} {:<8} {:>4} {:>7} {:<12} {:<9} {:>9} {:>9} {:>6}  {}"

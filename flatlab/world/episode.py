@@ -5,8 +5,6 @@
 own loop and its own history: they are arguments of run_episode().
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

@@ -4,8 +4,6 @@ configs/prompts/agent.yaml is the file of every model but the stand-in; --prompt
 Arguments: `env` is an Env whose sandbox runs, `options` are EpisodeOptions.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 
@@ -126,7 +124,7 @@ def machine_facts(env, options) -> dict:
         "memory_gb": spec.memory / 2**30,
         "is_container": is_container,
         "cores": min(cores, spec.cpus) if is_container else cores,
-        "has_network": env.options.network,
+        "has_network": spec.network,
         "python": python,
         "packages": [(name, packages[name]) for name in PACKAGES if name in packages],
         "package_count": len(packages),

@@ -18,6 +18,7 @@
     python tests/bench first-submission  what gives it a valid submission without an imitation
     python tests/bench partial-credit  GRPO of SmolLM2 with a reward for failures, and without
     python tests/bench learned-search  searches that learn against frozen ones; two hours
+    python tests/bench search      modes and rules of search.py at equal tokens; an hour
     python tests/bench start       seconds from a command to its first line and its first step
     python tests/bench mutants     small faults in files where errors are silent, against the tests
     python tests/bench table       runs the tests of attacks and faults, writes tests/ATTACKS.md
@@ -54,6 +55,7 @@ SECTIONS = {
     "first-submission": "bench.first_submission.first_submission",
     "partial-credit": "bench.learning.partial_credit",
     "learned-search": "bench.learned_search.learned_search",
+    "search": "bench.search.search",
     "start": "bench.start.start",
     "mutants": "bench.mutants.mutants",
     "table": "marked.marked",
@@ -78,7 +80,7 @@ def main():
         "python tests/bench", description=__doc__, formatter_class=form
     )
     add = parser.add_argument
-    runs = "for learning, objectives, pretrained and learned-search:"
+    runs = "for learning, objectives, pretrained, learned-search and search:"
     add("section", choices=SECTIONS)
     add("--write", action="store_true", help="write the table into tests/BENCHMARKS.md")
     add("--backend", default="auto", help="for soak")
@@ -98,7 +100,7 @@ def main():
     add("--waits", default="", help="for agent and ahead: comma-separated kinds of waits")
     add("--budget", type=float, default=60, help="for all: minutes")
     add("--gpu", action="store_true", help="for agent: the size of a step on a GPU")
-    add("--flags", default="", help=f"{runs} more flags of grpo.py")
+    add("--flags", default="", help=f"{runs} more flags of the script")
     args = parser.parse_args()
 
     if args.gpu:

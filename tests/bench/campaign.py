@@ -24,6 +24,9 @@ PLAN = {
     "growth": "--count 3000",
     "learning": "",
     "mutants": "--count 330",
+    "search": "--seeds 0,1,2,3,4,5,6,7,8,9 --jobs 24",
+    "first-submission": "--model smollm2 --seeds 0",
+    "partial-credit": "--seeds 0",
     "pretrained": "",
     "learned-search": "",
 }

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from bench.learning import TASKS
 from bench.measure import PROJECT
-from bench.models import PRETRAINED
+from tools.get_smollm2 import get_model
 
 FIRST_SEED = -(10**13)  # no training and no evaluation plays these episodes
+EPISODES = 32  # of each seed
 TURNS = 3
 REPLY_TOKENS = 160
 IN_FLIGHT = 64
@@ -44,7 +45,7 @@ VARIANTS = {
 
 
 def first_submission(args):
-    """A row per task and variant, or those of --only. --model: smollm2, coder or any other."""
+    """A row per task and variant, or those of --only. --model: smollm2 or any other."""
     folder = Path("logs", f"first-submission-{args.model}-{args.seeds}")
     folder.mkdir(parents=True, exist_ok=True)
     wanted = {}
@@ -53,7 +54,8 @@ def first_submission(args):
             wanted[task, variant] = folder / f"{task}, {variant}.jsonl"
     missing = {key: file for key, file in wanted.items() if not file.exists()}
     if missing:
-        asyncio.run(play_all(missing, args))
+        policy = open_policy(args.model)
+        asyncio.run(play_all(policy, missing, args))
     rows = []
     for (task, variant), file in wanted.items():
         episodes = [json.loads(line) for line in file.read_text().splitlines()]
@@ -61,15 +63,18 @@ def first_submission(args):
     return f"{args.model}, at most {TURNS} replies of {REPLY_TOKENS} tokens", rows
 
 
-async def play_all(missing, args):
-    """--count episodes of each variant; a file is written when all of its episodes have ended."""
+def open_policy(name):
     from flatlab.model.path import resolve_model
     from flatlab.options import ModelOptions
     from policy import Policy
 
-    name = PRETRAINED[args.model]() if args.model in PRETRAINED else args.model
+    path = get_model() if name == "smollm2" else name
     options = ModelOptions(context=2048, temperature=0.7)
-    policy = Policy(resolve_model(str(name)), options, max_batch=IN_FLIGHT, trains=False)
+    return Policy(resolve_model(str(path)), options, max_batch=IN_FLIGHT, trains=False)
+
+
+async def play_all(policy, missing, args):
+    """A file is written when all episodes of its variant have ended."""
     slots = asyncio.Semaphore(IN_FLIGHT)
     jobs = [play_variant(policy, slots, *key, file, args) for key, file in missing.items()]
     await asyncio.gather(*jobs)
@@ -90,12 +95,17 @@ async def play_variant(policy, slots, name, variant, file, args):
     loop = partial(play, act=act_program if runs_python else act_bash)
     task = load_task(name)
 
-    async def one(number):
-        seed = FIRST_SEED * (1 + int(args.seeds)) + number
+    seeds = [
+        FIRST_SEED * (1 + int(seed)) + number
+        for seed in args.seeds.split(",")
+        for number in range(EPISODES)
+    ]
+
+    async def one(seed):
         async with slots, env.Env(task, "local", seed) as world:
             return await run_episode(world, policy, options, seed, play=loop)
 
-    episodes = await asyncio.gather(*map(one, range(args.count)))
+    episodes = await asyncio.gather(*map(one, seeds))
     rows = [json.dumps(episode.to_dict()) + "\n" for episode in episodes if episode.score]
     file.write_text("".join(rows))
 

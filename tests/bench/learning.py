@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bench.measure import PROJECT, last_error
-from bench.models import smollm2
 from flatlab.numbers import plus_minus
+from tools.get_smollm2 import get_model
 
 OBJECTIVES = {
     "grpo": "grpo.py --loss grpo",
@@ -99,7 +99,7 @@ def pretrained(args):
     """The recipe of configs/grpo-cpu.yaml on two tasks: imitation, then GRPO. "untrained" is the
     adapter of the imitation.
     """
-    model = smollm2()
+    model = get_model()
     variants = {}
     for task in TASKS:
         show = [sys.executable, PROJECT / "tools/demonstrations.py", "--backend", "local"]
@@ -114,10 +114,9 @@ def pretrained(args):
 
 
 def partial_credit(args):
-    """SmolLM2 without an imitation, rewarded for failures too (partial_credit.py) and not."""
-    flags = f"{PROJECT}/configs/grpo-cpu.yaml --task titanic --model {smollm2()}"
+    """SmolLM2 without an imitation, one reply an episode: rewarded for failures too, and not."""
+    flags = f"{PROJECT}/configs/grpo-cpu.yaml --task titanic --model {get_model()} --steps 15"
+    flags += " --max-turns 1 --group-size 16 --eval-episodes 32 --eval-every 15"
     scripts = {"partial": "tests/bench/partial_credit.py", "continuous": "grpo.py"}
-    variants = {}
-    for name in args.only.split(",") if args.only else scripts:
-        variants[f"{name}-titanic"] = f"{scripts[name]} {flags} --steps {args.steps}"
-    return run_all(variants, args)
+    names = args.only.split(",") if args.only else scripts
+    return run_all({f"{name}-titanic": f"{scripts[name]} {flags}" for name in names}, args)

