@@ -4,9 +4,9 @@
     python viz.py logs/*                     compare runs; seeds are a group
     python viz.py logs/<run> --list          episodes, or the tree of a search
     python viz.py logs/<run> --episode 12/3  a transcript: number 3 of step 12;
-                                             also before/3, eval-9/3, final-best/3
+                                             before/3, eval-9/3, final-best/3
                                              (evaluations), 0.2.1 (a node)
-    python viz.py logs/<run> --step 12       step or round 12: rewards of its groups,
+    python viz.py logs/<run> --step 12       step or round 12: rewards of groups
                                              and what was trained
     python viz.py logs/<run> --best          the transcript with the best score
     python viz.py logs/* --plot value_mean   a key of the rows, over the runs

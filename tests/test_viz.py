@@ -131,7 +131,7 @@ def test_a_run_that_ended_before_its_first_row_says_how(tmp_path, name):
 
 
 PHASES = {  # of a start -> beginnings of lines after which Ctrl-C arrives
-    "before the run": ("task",),
+    "before the run": ("model",),
     "while the engine loads": ("plan", "engine"),
     "before the first row": ("engine   weights",),
 }
@@ -139,14 +139,14 @@ PHASES = {  # of a start -> beginnings of lines after which Ctrl-C arrives
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
-def test_viz_says_how_a_script_was_interrupted(tmp_path, tiny_model, phase):
+def test_viz_says_how_a_script_was_interrupted(tmp_path, tiny_model, monkeypatch, phase):
     """All scripts at once, because most of a start waits for imports."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
     made = stored(tmp_path / "logs/made", episodes={0: [episode(0.7)]})
     names = {"grpo.py": "", "search.py": "", "evaluate.py": "", "sft.py": f"--runs {made.dir}"}
 
     def interrupted(script):
-        flags = f"--task titanic --name {script} {names[script]}".split()
-        process = start(tmp_path, *flags, script=script, PYTHONUNBUFFERED="1")
+        process = start(tmp_path, script, f"--task titanic --name {script} {names[script]}")
         while not process.stdout.readline().startswith(PHASES[phase]):
             assert process.poll() is None, process.stderr.read()
         process.send_signal(signal.SIGINT)
@@ -961,7 +961,7 @@ def test_a_comparison_begins_with_its_answer_and_nothing_is_beyond_the_page(tmp_
         "a (seeds 0, 1, 2) [lr=aaaaaaaaa] and b (seeds 0, 1, 2) [lr=bbbbbbbbb] do not"
     )
     assert titles == ["What differs", "Difference", "Each run", "How it was measured"]
-    assert tables[:3] == ["run,lr", "run,difference,95 % interval", "run,value,valid"]
+    assert tables[:3] == ["run,lr", "run,runs,difference", "run,value,valid"]
     assert fits == [True, True, True]
     assert messages == []
 
