@@ -103,14 +103,15 @@ def tiny_model():
 
 @pytest.fixture
 def quick_provenance(monkeypatch):
-    """git and nvidia-smi are not asked when a run directory is opened."""
+    """No program is asked, and no package looked up, when a run directory is opened."""
     from flatlab.runs import store
 
     monkeypatch.setattr(store, "output_of", lambda *command: " ".join(command[:3]))
+    monkeypatch.setattr(store, "describe_machine", lambda: "a machine")
 
 
 @pytest.fixture
-def play(policy, tmp_path, monkeypatch):
+def play(policy, tmp_path, monkeypatch, quick_provenance):
     """play(steps=4, ...) -> rows: a run of a script's train() in a fresh or known directory, from a
     fresh adapter.
     """
@@ -127,7 +128,6 @@ def play(policy, tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(page, "plot_now_and_then", lambda directory: None)
-    monkeypatch.setattr(store, "describe_machine", lambda: "")
     start = weights_of(policy)
 
     def play(

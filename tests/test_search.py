@@ -609,7 +609,7 @@ def prepared(cfg):
     search.check(cfg)
     cfg.name = cfg.name or search.default_name("search", cfg)
     path = search.complete(cfg)
-    tasks = search.env.open_tasks(cfg.tasks, cfg.sandbox, bool(path and path.stand_in))
+    tasks = search.env.open_tasks(cfg.tasks, cfg.sandbox, path.stand_in)
     return path, open_trees(cfg, tasks, search.SELECT[cfg.select], path)[1]
 
 

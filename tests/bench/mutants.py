@@ -8,7 +8,7 @@ not run again, so the same command continues.
 
 import ast
 import hashlib
-import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,8 +16,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
+
+from flatlab.files import content_key, read_rows
+from flatlab.runs.store import json_line
 
 PROJECT = Path(__file__).resolve().parents[2]
 RESULTS = PROJECT / "logs/mutants.jsonl"
@@ -46,33 +51,16 @@ TESTED_BY = {
 # Of grpo.py only what computes: not its start, not the loop, not what needs an engine
 SKIPPED = """Config play_groups evaluate judge train main begin finish check
 open_job end load_policy update optimize micro_loss"""
+FORK = multiprocessing.get_context("fork")
 HEAVY = ("peft", "pytest", "scipy.stats", "torch", "transformers", "vllm.v1.engine.llm_engine")
 # Copies what git knows or would add to the folder $0
 COPY = 'mkdir "$0"; git ls-files -coz --exclude-standard | xargs -0 cp --parents -t "$0"'
 
-COMPARISONS = {
-    ast.Lt: [ast.LtE, ast.GtE],
-    ast.LtE: [ast.Lt, ast.Gt],
-    ast.Gt: [ast.GtE, ast.LtE],
-    ast.GtE: [ast.Gt, ast.Lt],
-    ast.Eq: [ast.NotEq],
-    ast.NotEq: [ast.Eq],
-    ast.Is: [ast.IsNot],
-    ast.IsNot: [ast.Is],
-    ast.In: [ast.NotIn],
-    ast.NotIn: [ast.In],
-}
-OPERATORS = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.Mult,
-    ast.Pow: ast.Mult,
-    ast.BitAnd: ast.BitOr,
-    ast.BitOr: ast.BitAnd,
-}
+# What stands in the place of a kind of operator
+SWAPS = """Lt LtE GtE, LtE Lt Gt, Gt GtE LtE, GtE Gt Lt, Eq NotEq, NotEq Eq, Is IsNot, IsNot Is,
+In NotIn, NotIn In, Add Sub, Sub Add, Mult Div, Div Mult, FloorDiv Mult, Mod Mult, Pow Mult,
+BitAnd BitOr, BitOr BitAnd, And Or, Or And"""
+SWAPS = {kind: others for kind, *others in map(str.split, SWAPS.split(","))}
 NAMES = {"min": "max", "any": "all", "ceil": "floor", "startswith": "endswith"}
 NAMES |= {new: old for old, new in NAMES.items()}
 
@@ -82,15 +70,20 @@ def changed(node, **fields):
     return type(node)(**{**dict(ast.iter_fields(node)), **fields})
 
 
+def swapped(op):
+    """The operators that may stand in the place of this one."""
+    return [getattr(ast, name)() for name in SWAPS.get(type(op).__name__, ())]
+
+
 def replacements(node):
     """Yields the nodes that may stand in the place of this one."""
     match node:
         case ast.Compare(ops=[op]):
-            yield from (changed(node, ops=[new()]) for new in COMPARISONS[type(op)])
-        case ast.BinOp() | ast.AugAssign() if type(node.op) in OPERATORS:
-            yield changed(node, op=OPERATORS[type(node.op)]())
+            yield from (changed(node, ops=[new]) for new in swapped(op))
+        case ast.BinOp() | ast.AugAssign():
+            yield from (changed(node, op=new) for new in swapped(node.op))
         case ast.BoolOp():
-            yield changed(node, op=ast.Or() if isinstance(node.op, ast.And) else ast.And())
+            yield from (changed(node, op=new) for new in swapped(node.op))
             yield from node.values
         case ast.UnaryOp(op=ast.Not() | ast.USub()):
             yield node.operand
@@ -160,13 +153,9 @@ def mutants_of(file: str):
             holder[place] = node
 
 
-def drawn(keys: list[str], share: float, seed: str) -> list[str]:
-    """A share of the keys, in the order of a hash: a new line moves none of the others."""
-
-    def place(key):
-        return hashlib.sha256(f"{seed} {key}".encode()).digest()
-
-    return sorted(keys, key=place)[: round(share * len(keys))]
+def place(key: str, seed: str) -> bytes:
+    """The place of a mutant in the order of a draw: a new line moves none of the others."""
+    return hashlib.sha256(f"{seed} {key}".encode()).digest()
 
 
 def equivalents() -> dict[str, str]:
@@ -191,32 +180,20 @@ def run_tests(folder: Path, options: list[str], log: Path) -> None:
     os.environ["PYTHONPATH"] = str(folder)
     import pytest
 
-    status = 1
-    try:
-        base = f"--basetemp={folder.with_name('pytest')}"
-        status = pytest.main(["-q", "-x", base, "-p", "no:cacheprovider", *options])
-    finally:
-        os._exit(int(status))
+    base = f"--basetemp={folder.with_name('pytest')}"
+    os._exit(int(pytest.main(["-q", "-x", base, "-p", "no:cacheprovider", *options])))
 
 
-def in_fork(folder: Path, options: list[str], log: Path, limit: float) -> int:
-    """The exit status of these tests in a fork, or -1 after `limit` seconds."""
-    pid = os.fork()
-    if pid == 0:
-        run_tests(folder, options, log)
-    end = time.monotonic() + limit
-    done = code = 0
-    while not done and time.monotonic() < end:
-        time.sleep(0.02)
-        done, code = os.waitpid(pid, os.WNOHANG)
-    try:
-        os.killpg(pid, signal.SIGKILL)  # also what the tests have left
-    except ProcessLookupError:
-        pass
-    if not done:
-        os.waitpid(pid, 0)
-        return -1
-    return os.waitstatus_to_exitcode(code)
+def in_fork(folder: Path, options: list[str], log: Path, limit: float) -> int | None:
+    """The exit status of these tests in a fork, or None after `limit` seconds."""
+    fork = FORK.Process(target=run_tests, args=(folder, options, log))
+    fork.start()
+    fork.join(limit)
+    status = fork.exitcode
+    with suppress(ProcessLookupError):
+        os.killpg(fork.pid, signal.SIGKILL)  # also what the tests have left
+    fork.join()
+    return status
 
 
 def timed_groups(folder: Path, file: str, log: Path) -> list[tuple]:
@@ -236,7 +213,7 @@ def outcome(folder: Path, groups: list[tuple], log: Path) -> str:
     """The first test that fails, "time limit", or "" if the tests find nothing."""
     for options, seconds in groups:
         status = in_fork(folder, options, log, 3 * seconds + 10)
-        if status == -1:
+        if status is None:
             return "time limit"
         if status:
             lines = log.read_text(errors="replace").splitlines()
@@ -244,17 +221,11 @@ def outcome(folder: Path, groups: list[tuple], log: Path) -> str:
     return ""
 
 
-def digest(file: str) -> str:
-    """Digest of a file and of its tests."""
-    names = [file, *(f"tests/test_{name}.py" for name in TESTED_BY[file])]
-    return hashlib.sha256(b"".join((PROJECT / n).read_bytes() for n in names)).hexdigest()[:16]
-
-
 def run_file(file: str, chosen: list[str]) -> dict[str, str]:
     """Runs the mutants of a file: key -> what killed it, "" if nothing did."""
-    state = digest(file)
-    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    rows = [row for row in map(json.loads, lines) if row["digest"] == state]
+    names = [file, *(f"tests/test_{name}.py" for name in TESTED_BY[file])]
+    state = content_key(*(PROJECT / name for name in names))
+    rows = [row for row in read_rows(RESULTS) if row["state"] == state]
     found = {row["key"]: row["killed_by"] for row in rows}
     found |= dict.fromkeys(equivalents(), "equivalent")
     waiting = [key for key in chosen if key not in found]
@@ -268,10 +239,8 @@ def run_file(file: str, chosen: list[str]) -> dict[str, str]:
             (folder / file).write_text(texts[key])
             os.utime(folder / file, (number, number))  # compiled files are told apart by the time
             found[key] = outcome(folder, groups, log)
-            RESULTS.parent.mkdir(exist_ok=True)
             with open(RESULTS, "a") as out:
-                row = {"key": key, "digest": state, "killed_by": found[key]}
-                out.write(json.dumps(row) + "\n")
+                out.write(json_line({"key": key, "state": state, "killed_by": found[key]}))
             print(f"  {number}/{len(waiting)}  {found[key] or 'SURVIVED'}  {key}", flush=True)
     return {key: found[key] for key in chosen}
 
@@ -280,12 +249,15 @@ def mutants(args):
     """Section of tests/bench: a row for each file, and the survivors on the terminal."""
     keys = {file: [key for key, _ in mutants_of(file)] for file in TESTED_BY}
     share = args.count / sum(map(len, keys.values()))
+    seed = args.seeds.split(",")[0]
+    RESULTS.parent.mkdir(exist_ok=True)
     for name in HEAVY:  # what all forks need, and none of the project's own modules
         import_module(name)
     table = []
     total = Counter()
     for file in args.only.split(",") if args.only else TESTED_BY:
-        found = run_file(file, drawn(keys[file], share, args.seeds.split(",")[0]))
+        chosen = sorted(keys[file], key=partial(place, seed=seed))[: round(share * len(keys[file]))]
+        found = run_file(file, chosen)
         print("\n".join(f"survivor {key}" for key in found if not found[key]))
         equivalent = sum(killed_by == "equivalent" for killed_by in found.values())
         killed = sum(map(bool, found.values())) - equivalent
