@@ -1032,7 +1032,9 @@ def test_hostile_text_stays_text(tmp_path):
 # ------------------------------------------------------------------ pictures of the docs
 
 
-@pytest.mark.parametrize("picture", sorted(PROJECT.glob("docs/pictures/*/*.png")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "picture", sorted(PROJECT.glob("docs/pictures/*/*.png")), ids=lambda p: p.stem
+)
 def test_a_picture_of_the_docs_is_what_the_viewer_draws_of_the_runs_beside_it(picture, tmp_path):
     """If this fails, draw it again: `python viz.py docs/pictures/NAME`."""
     from matplotlib.image import imread
