@@ -236,11 +236,6 @@ def open_tasks(
     return tasks
 
 
-def digests(tasks: list[Task], episode: EpisodeOptions) -> list[str]:
-    """Digests of the texts and the tasks of a run, see fingerprint()."""
-    return [prompts.load_prompts(episode.prompts).digest, *(task.digest() for task in tasks)]
-
-
 # ---------------------------------------------------------------------------------------- by hand
 
 HOW_TO_PLAY = """\

@@ -38,6 +38,7 @@ from flatlab.train.batch import Group
 from flatlab.view import console
 from flatlab.view.reader import read_run
 from flatlab.world.episode import Episode, run_episode, stop_after_faults
+from flatlab.world.prompts import load_prompts
 from policy import open_engine
 
 FIRST_SEED = -(10**12)  # of the episodes with --seed 0; those of training are never that low
@@ -182,9 +183,7 @@ def run_name(cfg: Config, seed: int, part: str, models: int) -> str:
 
 
 def each_model(cfg: Config, part: str) -> list[tuple]:
-    """The configs of the seeds of each --model, and its ModelPath; None for an endpoint. part: see
-    run_name.
-    """
+    """The configs of the seeds of each --model, and its ModelPath. part: see run_name."""
     plans = []
     names = cfg.model.model or (None,)
     for name in names:
@@ -199,15 +198,15 @@ def each_model(cfg: Config, part: str) -> list[tuple]:
 
 
 def evaluate_model(cfgs: list[Config], model, roots: dict | None) -> list[Path]:
-    """Makes or resumes the run of each seed. Returns their directories. model: a ModelPath; None
-    for an endpoint. roots: see read_suite; None without a suite.
+    """Makes or resumes the run of each seed. Returns their directories. model: a ModelPath. roots:
+    see read_suite; None without a suite.
     """
     first = cfgs[0]
     console.model_line(first, model)
     left_out = {}
     may_lack = None if roots is None else left_out
-    stand_in = bool(model and model.stand_in)
-    tasks = env.open_tasks(first.tasks, first.sandbox, stand_in, may_lack, roots)
+    tasks = env.open_tasks(first.tasks, first.sandbox, model.stand_in, may_lack, roots)
+    prompts = load_prompts(first.episode.prompts)
     names = first.tasks.task  # of all seeds
     first.tasks.task = tuple(name for name in names if name not in left_out)
     directories = []
@@ -215,8 +214,8 @@ def evaluate_model(cfgs: list[Config], model, roots: dict | None) -> list[Path]:
     for cfg in cfgs:
         if cfg.attempts:
             cfg.episodes = cfg.attempts * len(tasks)
-        digests = env.digests(tasks, cfg.episode)
-        run = start.begin_run(cfg, digests, model, partial(is_finished, tasks=tasks, cfg=cfg))
+        has_ended = partial(is_finished, tasks=tasks, cfg=cfg)
+        run = start.begin_run(cfg, tasks, model, has_ended, prompts.digest)
         if not run.finished:
             with start.recorded([run], first_results(tasks, left_out)):
                 most = cfg.episodes * cfg.episode.max_turns
@@ -231,7 +230,7 @@ def evaluate_model(cfgs: list[Config], model, roots: dict | None) -> list[Path]:
                 asyncio.run(evaluate(policy, tasks, numbers, cfg, run))
         console.outcome(run.dir)
         directories.append(run.dir)
-    if policy and model:
+    if policy and not first.url:
         policy.close()
     return directories
 

@@ -66,6 +66,7 @@ from flatlab.train.batch import (
 from flatlab.train.job import Slots, TrainingRun, in_trainer, join, stop_if_interrupted
 from flatlab.view import console
 from flatlab.world.episode import play, run_episode
+from flatlab.world.prompts import load_prompts
 from policy import Policy, lora_settings
 
 # ================================== the idea: edit here ==================================
@@ -692,11 +693,11 @@ def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train, c
 
 def open_job(cfg: Config, model, tasks: list) -> TrainingRun:
     """Opens the run of a seed."""
-    digests = env.digests(tasks, cfg.episode)
+    prompts = load_prompts(cfg.episode.prompts)
     limits = {"steps": cfg.steps, "n": cfg.eval_episodes}
     is_finished = functools.partial(checkpoint.is_finished, **limits)
     job = TrainingRun(tasks)
-    job.open(start.begin_run, cfg, digests, model, is_finished)
+    job.open(start.begin_run, cfg, tasks, model, is_finished, prompts.digest)
     return job
 
 

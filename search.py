@@ -500,7 +500,7 @@ def main(config_class=Config, script=SCRIPT, check=check, grow_all=grow_all) -> 
     cfg.name = cfg.name or default_name(script, cfg)
     model = complete(cfg)
     console.model_line(cfg, model)
-    tasks = env.open_tasks(cfg.tasks, cfg.sandbox, bool(model and model.stand_in))
+    tasks = env.open_tasks(cfg.tasks, cfg.sandbox, model.stand_in)
     trees, where = open_trees(cfg, tasks, rule, model)
     growing = [t for t in trees if not t.closed]
     if growing:

@@ -232,9 +232,8 @@ def main() -> None:
 
 def prepare(cfg: Config, model, tasks: list):
     """Opens the run of a seed. Returns it and the episodes to imitate: none if it is finished."""
-    digests = ["", *(task.digest() for task in tasks)]
     is_finished = functools.partial(checkpoint.is_finished, steps=cfg.updates)
-    run = start.begin_run(cfg, digests, model, is_finished)
+    run = start.begin_run(cfg, tasks, model, is_finished)
     if run.finished:
         return run, []
     transcripts = best_episodes(cfg, tasks)

@@ -12,6 +12,7 @@ from helpers import PROJECT
 # Sections of whole runs (pretrained, partial-credit) are the functions of `objectives` with other
 # flags; agent runs beside TRL below.
 SHORT = {
+    "all": "--budget 0",
     "env": "",
     "soak": "--count 20 --backend local",
     "train": "--steps 1 --only ours",

@@ -10,7 +10,6 @@ import torch
 
 import evaluate
 import sft
-from flatlab.errors import UserError
 from flatlab.files import load_tensors, save_tensors
 from flatlab.runs import store
 from flatlab.train import checkpoint
@@ -85,7 +84,7 @@ REFUSED = (
 )
 
 
-def resumed(policy, name="result.json", damage=Path.exists):
+def resumed(policy, name="", damage=lambda file: None):
     """Resumes a copy of the run with a damaged file: its job and its rows."""
     copy = Path("logs/copy")
     shutil.rmtree(copy, ignore_errors=True)
@@ -102,18 +101,17 @@ def resumed(policy, name="result.json", damage=Path.exists):
 
 
 def test_every_damaged_file_is_skipped_or_one_sentence(policy, trained, capsys):
-    for case in SKIPPED:
-        job, rows = resumed(policy, *case[:2])
+    for name, damage, words in SKIPPED:
+        job, rows = resumed(policy, name, damage)
         said = capsys.readouterr().out
-        assert job.step == len(rows) == 2, case
-        assert case[2] in said and "is skipped" in said, case
-        assert "resumed after step 1" in said, case
-    for case in REFUSED:
-        with pytest.raises(UserError) as caught:
-            resumed(policy, *case[:2])
-        assert case[2] in str(caught.value), case
-        assert "choose another --name" in str(caught.value), case
-        assert "\n" not in str(caught.value), case
+        assert job.step == len(rows) == 2, (name, words)
+        assert words in said and "is skipped" in said, (name, words)
+        assert "resumed after step 1" in said, (name, words)
+    for name, damage, words in REFUSED:
+        with user_error("choose another --name") as caught:
+            resumed(policy, name, damage)
+        assert words in str(caught.value), (name, words)
+        assert "\n" not in str(caught.value), (name, words)
     job, rows = resumed(policy)
     assert job.step == len(rows) == 3
 

@@ -141,7 +141,7 @@ def test_code_is_the_script_what_it_imports_and_the_package_without_views(tmp_pa
     (tmp_path / "my_rewards.py").write_text("BONUS = 1\n")
     (tmp_path / "mine.py").write_text(
         "import my_rewards\nfrom flatlab.runs.fingerprint import fingerprint\n"
-        "print(fingerprint([''])['code'])\n"
+        "print(fingerprint([])['code'])\n"
     )
 
     def digest_after(name, text):
@@ -184,7 +184,7 @@ def test_the_files_of_a_model_and_of_its_adapter_count(tmp_path):
         helpers.write(tmp_path, {name: text})
         os.utime(tmp_path / name, (time, time))
         places = tmp_path / "model", tmp_path / "best"
-        return fingerprint([""], ModelPath(*map(str, places), False))["model"]
+        return fingerprint([], "", ModelPath(*map(str, places), False))["model"]
 
     digests = [digest_with("model/a.safetensors", text) for text in ("1", "22")]
     digests.append(digest_with("best/a.safetensors", "1"))

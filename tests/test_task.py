@@ -737,11 +737,11 @@ def check_before_a_run(task):
 @pytest.mark.parametrize(
     "old, new, said",
     [
-        (",selection,", ",selectoin,", "rows of the part selectoin, but the splits are"),
+        (",selection,", ",selectoin,", "no row has the part selection; the parts are selectoin"),
         (",selection,", ",test,", "no row has the part selection"),
         (",test,0", ",spare,0", "rows of the part spare.*add it to `splits`"),
         (",test,", ",", "line 3 has 2 values, not id, part and target"),
-        ("\n4,", "\n2,", "answers.csv: id 2 is there twice"),
+        ("\n4,", "\n2,", "answers.csv of task titanic: id 2 is there twice"),
     ],
 )
 def test_every_part_is_checked_before_a_run(titanic_copy, old, new, said):

@@ -208,7 +208,7 @@ def main() -> None:
     run = open_run(
         run_directory(cfg.name),
         asdict(cfg),
-        fingerprint(["", *(task.digest() for task in tasks)]),
+        fingerprint(tasks),
         is_finished=lambda run: run.result.get("status") == "finished",
     )
     if not run.finished:

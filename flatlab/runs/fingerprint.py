@@ -16,17 +16,16 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "flatlab"
 
 
-def fingerprint(digests: list[str], model=None) -> dict[str, str]:
+def fingerprint(tasks: list, prompts: str = "", model=None) -> dict[str, str]:
     """The digests of everything that makes a run besides its settings: "code", "prompts", "task",
     "model".
 
-    digests: of the prompts ("" without any), and Task.digest() of each task. model: a ModelPath, or
-    None for an endpoint.
+    prompts: Prompts.digest, "" without any. model: a ModelPath, or None for an endpoint.
     """
     return {
         "code": code_digest(),
-        "prompts": digests[0],
-        "task": content_key(*digests[1:]),
+        "prompts": prompts,
+        "task": content_key(*(task.digest() for task in tasks)),
         "model": content_key(*model_parts(model)) if model else "",
     }
 

@@ -2,8 +2,9 @@
 
     cfgs, model = start.configs(Config, SCRIPT)                     # all checked before one runs
     tasks = env.open_tasks(cfgs[0].tasks, cfgs[0].sandbox, model.stand_in)
+    prompts = load_prompts(cfgs[0].episode.prompts)
     for cfg in cfgs:
-        run = start.begin_run(cfg, env.digests(tasks, cfg.episode), model, is_finished)
+        run = start.begin_run(cfg, tasks, model, is_finished, prompts.digest)
         if not run.finished:
             with start.recorded([run], metrics.first_results(tasks, kind)):
                 ...
@@ -32,7 +33,7 @@ from flatlab.runs.fingerprint import fingerprint
 # ------------------------------------------------------------------ configs
 
 
-def configs(config_class, script: str) -> tuple[list, ModelPath | None]:
+def configs(config_class, script: str) -> tuple[list, ModelPath]:
     """Parses the command line into the config of each --seed, and their model, see each_seed."""
     cfg = cli.parse_config(config_class, sys.argv[1:])
     return each_seed(cfg, lambda cfg, seed: run_name(cfg, seed, script))
@@ -47,9 +48,9 @@ def run_name(cfg, seed: int, script: str) -> str:
     return f"{cfg.name}-{seed}" if len(cfg.seed) > 1 else cfg.name
 
 
-def each_seed(cfg, name_of: Callable) -> tuple[list, ModelPath | None]:
+def each_seed(cfg, name_of: Callable) -> tuple[list, ModelPath]:
     """A list of a complete config for each --seed, which is a number there, and the path of their
-    model (None for an endpoint). The configs share all else.
+    model. The configs share all else.
 
     name_of: (cfg, seed) -> name of the run.
     """
@@ -60,9 +61,9 @@ def each_seed(cfg, name_of: Callable) -> tuple[list, ModelPath | None]:
     return cfgs, model
 
 
-def complete(cfg) -> ModelPath | None:
-    """Fills in the options that are None. Returns the path of the model; None for an endpoint.
-    Raises UserError for settings that are wrong.
+def complete(cfg) -> ModelPath:
+    """Fills in the options that are None. Returns the path of the model; that of an endpoint has
+    its name alone. Raises UserError for settings that are wrong.
     """
     url = getattr(cfg, "url", None)  # grpo.py and sft.py have none
     if url and not re.fullmatch(r"https?://\S+", url):  # not quoted: it may hold a password
@@ -78,7 +79,7 @@ def complete(cfg) -> ModelPath | None:
             f"--max-reply-tokens {cfg.episode.max_reply_tokens} leaves no room for a prompt in "
             f"--context {cfg.model.context}."
         )
-    return None if url else model
+    return model
 
 
 def keep_choices(cfg) -> None:
@@ -97,17 +98,16 @@ def keep_choices(cfg) -> None:
 # ------------------------------------------------------------------ runs
 
 
-def begin_run(cfg, digests: list[str], model, is_finished, where=None, **cell) -> store.Run:
+def begin_run(cfg, tasks, model, is_finished, prompts="", where=None, **cell) -> store.Run:
     """Opens the run directory of a complete config and its trackers, see store.open_run. Prints a
     line if the run is finished; the caller must then skip it.
 
-    digests: see fingerprint(). model: a ModelPath; None for an endpoint. is_finished: a function of
-    the Run. where: the directory, default logs/<cfg.name>. cell: values of a cell of a grid, in
-    place of the grid's own.
+    model: a ModelPath. is_finished: a function of the Run. prompts: Prompts.digest. where: the
+    directory, default logs/<cfg.name>. cell: values of a cell, in place of those of its grid.
     """
     config = options.flat(cfg) | cell
     trackers.check_packages(config.get("trackers", ()))
-    made_by = fingerprint(digests, model)
+    made_by = fingerprint(tasks, prompts, None if config.get("url") else model)
     where = where or store.run_directory(cfg.name)
     run = store.open_run(where, config, made_by, cfg.RESUMABLE, is_finished)
     if run.finished:

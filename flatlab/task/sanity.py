@@ -56,14 +56,14 @@ def check_grader(task: Task, make_sandbox) -> None:
 
 
 def check_table(task: Task) -> None:
-    """Raises UserError if grade_csv.py does not know the metric or has the other direction, or if
-    it would leave out rows, because the task has no such part.
+    """Raises UserError if grade_csv.py does not know the metric or has the other direction, if it
+    cannot grade a part, or if it would leave out rows, because the task has no such part.
     """
     grader = task.hidden.get("grade_csv.py")
     rules = runpy.run_path(str(grader)) if grader and "answers.csv" in task.hidden else {}
-    metrics = rules.get("METRICS")
-    if not metrics:  # also for a grader of the user with this name
+    if "check_answers" not in rules:  # also for a grader of the user with this name
         return
+    metrics = rules["METRICS"]
     if task.metric not in metrics:
         known = nearest(task.metric, sorted(metrics))
         raise UserError(f"Task {task.name}: unknown metric {task.metric!r}; {known}.")
@@ -76,9 +76,14 @@ def check_table(task: Task) -> None:
             f"Task {task.name} needs `grader_args: [--metric, {task.metric}]`, and after that "
             "--labels with the labels, if only these are allowed."
         )
-    with task.hidden["answers.csv"].open(newline="", errors="replace") as file:
-        parts = {row[1] for row in list(csv.reader(file))[1:] if len(row) == 3}
-    if unused := parts - {*task.splits}:
+    labels = given[3:]
+    try:
+        answers = rules["read_answers"](task.hidden["answers.csv"])[1]
+        rules["check_answers"](task.metric, labels, answers, task.splits)
+    except (rules["Broken"], ValueError) as error:  # ValueError: no UTF-8
+        raise UserError(f"answers.csv of task {task.name}: {error}.") from None
+    unused = {part for part, _ in answers.values()} - {*task.splits}
+    if unused:
         raise UserError(
             f"answers.csv of task {task.name} has rows of the part {min(unused)}, but the splits "
             f"are {', '.join(task.splits)}: add it to `splits` in task.yaml, or remove the rows."

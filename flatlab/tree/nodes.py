@@ -379,7 +379,7 @@ def hidden_results(t: Tree) -> dict:
 def open_trees(cfg, tasks: list, rule, model) -> tuple[list[Tree], Path]:
     """One tree for each task, sampling mode and seed, and the directory of the run or grid.
 
-    cfg: the Config of search.py. rule: a Rule. model: a ModelPath, or None for an endpoint.
+    cfg: the Config of search.py. rule: a Rule. model: a ModelPath.
     """
     cells = list(itertools.product(tasks, cfg.sampling_mode, cfg.seed))
     is_grid = len(cells) > 1
@@ -391,9 +391,9 @@ def open_trees(cfg, tasks: list, rule, model) -> tuple[list[Tree], Path]:
     for task, mode, seed in cells:
         cell = {"task": task.name, "sampling_mode": mode, "seed": seed}
         directory = where / f"{task.name}-{mode}-{seed}" if is_grid else where
-        digests = [prompts, task.digest()]
         has_ended = partial(is_finished, cfg=cfg)
-        run = begin_run(cfg, digests, model, has_ended, directory, name=directory.name, **cell)
+        cell["name"] = directory.name
+        run = begin_run(cfg, [task], model, has_ended, prompts, directory, **cell)
         t = Tree(task, mode, seed, cfg, run, rule)
         if not t.closed:
             (run.dir / "nodes").mkdir(exist_ok=True)

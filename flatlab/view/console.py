@@ -23,8 +23,8 @@ def say(text: str) -> None:
 
 
 def model_line(cfg, model) -> None:
-    """Prints the model. model: its ModelPath; None for an endpoint."""
-    note = STAND_IN if model and model.stand_in else ""
+    """Prints the model. model: its ModelPath."""
+    note = STAND_IN if model.stand_in else ""
     print(f"model    {cfg.model.model}{note}")
 
 
