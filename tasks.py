@@ -155,7 +155,7 @@ def list_text() -> str:
 
 
 def main(task: str = "", sandbox: SandboxOptions = SandboxOptions()) -> None:  # noqa: B008
-    """List all tasks, or score the trivial rules of one: is one of them already at the top?
+    """List all tasks, or score the trivial rules of one: is one already at the top?
 
     Args:
         task: Name of the task. Without one, all tasks are listed.

@@ -1,15 +1,16 @@
-"""Look at runs, finished or running: pictures, one offline page, transcripts in the terminal.
+"""Look at runs, finished or running: pictures, one offline page, transcripts.
 
-    python viz.py logs/<run>                 summary, pictures and report.html of one run
-    python viz.py logs/*                     compare runs; those that differ by seed are a group
+    python viz.py logs/<run>                 summary, pictures and report.html
+    python viz.py logs/*                     compare runs; seeds are a group
     python viz.py logs/<run> --list          episodes, or the tree of a search
-    python viz.py logs/<run> --episode 12/3  a transcript: step 12, number 3; also before/3 and
-                                             eval-9/3 (evaluations), final-best/3, a node 0.2.1
-    python viz.py logs/<run> --step 12       the groups of step 12, or of round 12 of learn.py:
-                                             rewards, advantages, and what was trained
+    python viz.py logs/<run> --episode 12/3  a transcript: number 3 of step 12;
+                                             before/3, eval-9/3, final-best/3
+                                             (evaluations), 0.2.1 (a node)
+    python viz.py logs/<run> --step 12       step or round 12: rewards of groups
+                                             and what was trained
     python viz.py logs/<run> --best          the transcript with the best score
-    python viz.py logs/* --plot value_mean   plot-value_mean.png: a key of the rows, over the runs
-    python viz.py --suite mlgym logs/<run>   the tables of a suite, beside published models
+    python viz.py logs/* --plot value_mean   a key of the rows, over the runs
+    python viz.py --suite mlgym logs/<run>   a suite, beside published models
 
 flatlab/runs/store.py describes what is in a run directory.
 """

@@ -7,8 +7,10 @@ import json
 import math
 import re
 import shutil
+import signal
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from html import unescape
 from pathlib import Path
 from statistics import stdev
@@ -31,6 +33,7 @@ from helpers import (
     node,
     python,
     search_result,
+    start,
     step_row,
     turn,
     user_error,
@@ -127,6 +130,42 @@ def test_a_run_that_ended_before_its_first_row_says_how(tmp_path, name):
             reader.read_run(tmp_path)
 
 
+PHASES = {  # of a start -> beginnings of lines after which Ctrl-C arrives
+    "before the run": ("model",),
+    "while the engine loads": ("plan", "engine"),
+    "before the first row": ("engine   weights",),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", PHASES)
+def test_viz_says_how_a_script_was_interrupted(tmp_path, tiny_model, monkeypatch, phase):
+    """All scripts at once, because most of a start waits for imports."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    made = stored(tmp_path / "logs/made", episodes={0: [episode(0.7)]})
+    names = {"grpo.py": "", "search.py": "", "evaluate.py": "", "sft.py": f"--runs {made.dir}"}
+
+    def interrupted(script):
+        process = start(tmp_path, script, f"--task titanic --name {script} {names[script]}")
+        while not process.stdout.readline().startswith(PHASES[phase]):
+            assert process.poll() is None, process.stderr.read()
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=300)
+        return process.returncode
+
+    with ThreadPoolExecutor() as pool:
+        assert {*pool.map(interrupted, names)} == {130}
+    for script in names:
+        path = tmp_path / "logs" / script
+        sentence = "There is no folder"
+        if path.exists():
+            status = json.loads((path / "result.json").read_text())["status"]
+            sentence = f"nothing to show. Its status: {status}$"
+            assert status == "interrupted"
+        with user_error(sentence):
+            reader.read_run(path)
+
+
 def test_runs_of_other_scripts_are_one_sentence_beside_those_that_are_shown(tmp_path):
     stored(tmp_path / "good")
     for name, fields, files in (
@@ -177,12 +216,10 @@ def test_the_answer_of_a_comparison_is_a_sentence(tmp_path):
         for seed in range(3)
     ]
     [groups] = compare.groups_of(runs).values()
-    for group in groups:
-        group.results = [
-            {"value_mean": value, "values": {seed: value}}
-            for seed, value in enumerate(values[group.label.partition(" ")[0]])
-        ]
     bad, good, same = groups
+    for group, name in zip(groups, sorted(values)):
+        each = enumerate(values[name])
+        group.results = [{"value_mean": x, "values": {seed: x}} for seed, x in each]
     assert compare.answer([good, same]) == (
         "good (seeds 0, 1, 2) [lr=good] and same (seeds 0, 1, 2) [lr=same] do not differ: "
         "+0.0167 ± 0.0601, 95 % interval -0.2419 to +0.2752, 3 paired seeds."
@@ -313,19 +350,16 @@ def test_nodes_of_a_search_in_the_terminal(tmp_path, capsys):
     assert {p.name for p in directory.glob("*.png")} == {"tree.png", "curves.png"}
 
 
-@pytest.mark.slow
-def test_several_runs_and_strangers_among_them(tmp_path, capsys):
+def test_a_folder_stands_for_the_runs_in_it_at_any_depth(tmp_path):
     searched(tmp_path / "a")
-    searched(tmp_path / "b", seed=2)
-    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/more").mkdir(parents=True)
+    searched(tmp_path / "notes/b", seed=2)
     write(tmp_path, {"file.txt": "x", "a/wandb/files/config.yaml": "seed: 1"})  # W&B's own
-    viz.main(viz.Options(tuple(tmp_path.iterdir())))
-    [error] = capsys.readouterr().err.splitlines()
-    assert "notes is not a run directory" in error
-    assert (tmp_path / "compare-search-titanic.png").exists()
-    (tmp_path / "b").rename(tmp_path / "notes" / "b")
-    text = printed(capsys, tmp_path)  # a folder stands for the runs in it, at any depth
-    assert re.search(r"^a \+ b \(seeds 1, 2\) +2 +[-+]\d", text, re.M)  # N and the first value
+    assert [run.name for run in reader.find_runs([tmp_path])[0]] == ["a", "b"]
+    paths = [tmp_path / name for name in ("a", "file.txt", "notes/more")]
+    runs, [error] = reader.find_runs(paths)
+    assert [run.name for run in runs] == ["a"]
+    assert "notes/more is not a run directory" in error
 
 
 def test_the_recipe_of_the_docs_makes_conversations_of_episodes():
@@ -416,7 +450,11 @@ def trained(folder, scores=(0.5, 0.7, 0.9), seed=0, result=(), **config):
 def rows(*runs):
     """The rows of the tables, as dictionaries."""
     compared = compare.groups_of(runs).values()
-    return [row for table in compared for row in compare.rows_of(compare.with_results(table))]
+    return [
+        row
+        for table in compared
+        for row in compare.rows_of(sorted(table, key=lambda group: -group.value))
+    ]
 
 
 def test_two_training_runs_are_compared_in_pairs_with_their_uncertainty(tmp_path):
@@ -744,7 +782,7 @@ def test_a_search_that_learns_shows_its_rounds_and_their_alarms(tmp_path):
     (folder / "metrics.jsonl").write_text("".join(map(store.json_line, rows)))
     run = reader.read_run(folder)
     [rounds] = results.run_tables(run)
-    titles, _, line = map(str.split, columns.aligned(rounds, 100).splitlines())
+    titles, _, line = map(str.split, columns.aligned(rounds).splitlines())
     assert titles == results.ROUNDS[:8]
     assert line == "7 - - 0.7500 - - - -".split()
     titles = [axis.get_title() for axis in plots.draw_panels([group_of(run)]).axes]
@@ -923,7 +961,7 @@ def test_a_comparison_begins_with_its_answer_and_nothing_is_beyond_the_page(tmp_
         "a (seeds 0, 1, 2) [lr=aaaaaaaaa] and b (seeds 0, 1, 2) [lr=bbbbbbbbb] do not"
     )
     assert titles == ["What differs", "Difference", "Each run", "How it was measured"]
-    assert tables[:3] == ["run,lr", "run,difference,95 % interval", "run,value,valid"]
+    assert tables[:3] == ["run,lr", "run,runs,difference", "run,value,valid"]
     assert fits == [True, True, True]
     assert messages == []
 
@@ -994,7 +1032,9 @@ def test_hostile_text_stays_text(tmp_path):
 # ------------------------------------------------------------------ pictures of the docs
 
 
-@pytest.mark.parametrize("picture", sorted(PROJECT.glob("docs/**/*.png")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "picture", sorted(PROJECT.glob("docs/pictures/*/*.png")), ids=lambda p: p.stem
+)
 def test_a_picture_of_the_docs_is_what_the_viewer_draws_of_the_runs_beside_it(picture, tmp_path):
     """If this fails, draw it again: `python viz.py docs/pictures/NAME`."""
     from matplotlib.image import imread

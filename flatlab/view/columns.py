@@ -17,6 +17,9 @@ FEW_SEEDS = 3  # a mean over fewer runs has no interval
 LEAST = 20  # characters that stay of the last column
 # Title -> format of its numbers; those of other columns show four digits of the largest
 FORMATS = {
+    "reward": "+.3f",
+    "advantage": "+.3f",
+    "seconds": ".1f",
     "valid": ".0%",
     "AUP, best attempt": ".3f",
     "AUP, best submission": ".3f",
@@ -72,11 +75,14 @@ class Column:
     def meaning(self) -> str:
         return MEANINGS.get(self.title, "")
 
+    @property
+    def width(self) -> int:
+        return max(map(len, [self.title, *self.texts]))
+
     def lines(self) -> list[str]:
         """The title and the texts, equally long."""
-        texts = [self.title, *self.texts]
-        width = max(map(len, texts))
-        return [text.rjust(width) if self.is_number else text.ljust(width) for text in texts]
+        side = ">" if self.is_number else "<"
+        return [f"{text:{side}{self.width}}" for text in [self.title, *self.texts]]
 
 
 def columns_of(rows: list[dict]) -> list[Column]:
@@ -100,17 +106,16 @@ def texts_of(values: list, form: str | None = None) -> list[str]:
     return ["-" if text in ("None", "nan", "nan%") else text for text in texts]
 
 
-def aligned(rows: list[dict], limit: int | None = None) -> str:
-    """A table as text of at most so many columns, with a line that names what is left out. None:
-    the width of the terminal; into a file or a pipe everything fits.
+def aligned(rows: list[dict]) -> str:
+    """A table as text that fits into the terminal, with a line that names the columns which are
+    left out; into a file or a pipe all fit.
     """
-    limit = limit or shutil.get_terminal_size((10**6, 0)).columns
-    columns = [(column.title, column.lines()) for column in columns_of(rows)]
+    limit = shutil.get_terminal_size((10**6, 0)).columns
+    columns = columns_of(rows)
     lost = []
-    while len(columns) > 2 and LEAST + sum(len(c[0]) + 2 for _, c in columns[:-1]) > limit:
-        title, _ = columns.pop(-2)
-        lost.append(title)
-    lines = ["  ".join(texts).rstrip() for texts in zip(*(lines for _, lines in columns))]
+    while len(columns) > 2 and LEAST + sum(c.width + 2 for c in columns[:-1]) > limit:
+        lost.append(columns.pop(-2).title)
+    lines = ["  ".join(texts).rstrip() for texts in zip(*(c.lines() for c in columns))]
     lines = [line if len(line) <= limit else line[: limit - 1] + "…" for line in lines]
     if lost:
         lines.append(f"left out, because the terminal is narrow: {', '.join(lost)}")

@@ -8,6 +8,7 @@ value is shown instead.
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import fmean
 
 from flatlab.numbers import counted, plus_minus, standard_error, value_text
@@ -24,8 +25,12 @@ class RunGroup:
 
     settings: dict[str, str] = field(default_factory=dict)  # see settings_of()
     runs: list[RunData] = field(default_factory=list)
-    results: list[dict] = field(default_factory=list)  # of each run, see result_of()
     own: dict[str, str] = field(default_factory=dict)  # settings that most groups do not have
+
+    @cached_property
+    def results(self) -> list[dict]:
+        """The result of each run, see result_of()."""
+        return [result_of(run) for run in self.runs]
 
     @property
     def seeds(self) -> list:
@@ -86,7 +91,7 @@ def settings_of(run: RunData) -> dict[str, str]:
 # ------------------------------------------------------------------ tables
 
 
-def table(runs: list[RunData], limit: int | None = None) -> str:
+def table(runs: list[RunData]) -> str:
     """Text of `python viz.py logs/*`: for each kind of run and task the answer and a table, then
     what the columns mean.
     """
@@ -95,7 +100,7 @@ def table(runs: list[RunData], limit: int | None = None) -> str:
         parts.append(f"{heading}: {sentence}")
         if tables:
             shown.append(tables["Difference"])
-            parts[-1] += f"\n{aligned(shown[-1], limit)}"
+            parts[-1] += f"\n{aligned(shown[-1])}"
     return "\n\n".join([*parts, legend(*shown), *notes(runs)])
 
 
@@ -105,22 +110,17 @@ def comparisons(runs: list[RunData]) -> list[tuple[str, str, dict[str, list[dict
     for (kind, task), groups in groups_of(runs).items():
         sentence, tables = "An imitation has no value: evaluate its adapter to compare it.", {}
         if kind != "imitation":
-            ranked = with_results(groups)
+            ranked = sorted(groups, key=lambda group: group.value, reverse=True)
             sentence = answer(ranked)
             tables = {
                 "What differs": setting_rows(ranked),
                 "Difference": rows_of(ranked),
-                "Each run": run_rows(ranked),
+                "Each run": [
+                    row_of(RunGroup(runs=[run])) for group in ranked for run in group.runs
+                ],
             }
         compared.append((f"{task}, {kind}", sentence, tables))
     return compared
-
-
-def with_results(groups: list[RunGroup]) -> list[RunGroup]:
-    """The groups with their results, the largest value first."""
-    for group in groups:
-        group.results = [result_of(run) for run in group.runs]
-    return sorted(groups, key=lambda group: group.value, reverse=True)
 
 
 def answer(ranked: list[RunGroup]) -> str:
@@ -158,24 +158,20 @@ def interval(values: list[float]) -> tuple[float, float]:
 def setting_rows(groups: list[RunGroup]) -> list[dict]:
     """A row per group: the settings that are not the same in all of them."""
     keys = dict.fromkeys(key for group in groups for key in group.own)
-    names = [{"run": group.label} for group in groups]
-    rows = [{key: group.settings.get(key) for key in keys} for group in groups]
-    return [name | row for name, row in zip(names, rows)] if keys else []
+    return [
+        {"run": group.label} | {key: group.settings.get(key) for key in keys}
+        for group in groups
+        if keys
+    ]
 
 
 def rows_of(ranked: list[RunGroup]) -> list[dict]:
     """A row per group of the same kind and task, with its difference to the first one."""
     best = ranked[0]
-    return [{"run": group.label} | difference(group, best) | row_of(group) for group in ranked]
-
-
-def run_rows(groups: list[RunGroup]) -> list[dict]:
-    """A row per run."""
-    rows = []
-    for group in groups:
-        for run, result in zip(group.runs, group.results):
-            rows.append(row_of(RunGroup(runs=[run], results=[result])))
-    return rows
+    return [
+        {"run": group.label, "runs": len(group.runs)} | difference(group, best) | row_of(group)
+        for group in ranked
+    ]
 
 
 def row_of(group: RunGroup) -> dict:
@@ -184,7 +180,6 @@ def row_of(group: RunGroup) -> dict:
     return {
         "run": group.label,
         **value_columns(results, "score"),
-        "runs": len(results),
         "measured on": f"{what}, {results[0]['part']} part",
         "gain over untrained": cell(results, "difference", "+"),
         "error of one score": cell(results, "rows_error"),

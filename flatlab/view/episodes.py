@@ -4,7 +4,6 @@ import math
 import re
 from statistics import fmean
 
-from flatlab.numbers import plus_minus
 from flatlab.view.reader import RunData, score_text
 from flatlab.view.results import found
 
@@ -22,13 +21,13 @@ def facts_of(item: dict, width: int = 70) -> dict:
         "id": item["id"],
         "score": score_text(item),
         "end": item["status"].replace("_", " "),
-        "reward": plus_minus(item.get("reward"), None, "+", 3),
-        "advantage": plus_minus(fmean(trained) if trained else None, None, "+", 3),
-        "trained": f"{len(trained)} of {len(replies)}" if replies else "-",
-        "turns": len(item.get("turns", ())) or "-",
-        "seed": item.get("seed", "-"),
+        "reward": item.get("reward"),
+        "advantage": fmean(trained) if trained else None,
+        "trained": f"{len(trained)} of {len(replies)}" if replies else None,
+        "turns": len(item.get("turns", ())) or None,
+        "seed": item.get("seed"),
         "tokens": item["tokens"],
-        "seconds": f"{item['seconds']:.1f}",
+        "seconds": item["seconds"],
         "what": " ".join(text.split())[:width],
     }
 

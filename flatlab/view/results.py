@@ -301,7 +301,7 @@ def final_rows(result: dict) -> tuple[list[dict], list[str]]:
             {
                 "adapter": label,
                 **value_columns([facts], metric),
-                "difference to the untrained": difference,
+                "gain over untrained": difference,
                 "pairs": facts.get("difference_n", "-"),
             }
         )
