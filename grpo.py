@@ -683,7 +683,7 @@ def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train, c
         if not job.finished:
             with start.recorded([job.run], metrics.first_results(tasks, "training")):
                 console.banner(cfg)
-                policy = policy or load_policy(policy_class, cfg, model, job)
+                policy = policy or load_policy(policy_class, cfg, model)
                 policy.reset(cfg.seed)
                 asyncio.run(train(policy, cfg, job))
         if job.run:
@@ -701,7 +701,7 @@ def open_job(cfg: Config, model, tasks: list) -> TrainingRun:
     return job
 
 
-def load_policy(policy_class, cfg: Config, model, job) -> Policy:
+def load_policy(policy_class, cfg: Config, model) -> Policy:
     """Starts the engine and loads the model."""
     print("engine   is starting")
     policy = policy_class(model, cfg.model, cfg.seed, cfg.concurrency, cfg.lora_rank)

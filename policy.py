@@ -304,7 +304,7 @@ class Trainer:
         self.temperature = temperature
         self._reference = None  # tensors of set_reference
         self.recomputed = 0  # layers, see recompute_layers
-        self.room = 0.0  # bytes for a pass, from fit_micro_tokens; 0: no layer is recomputed for it
+        self.room = 0.0  # bytes for a pass, from fit_micro_tokens; 0: every pass fits
         config = LoraConfig(**lora, lora_dropout=0.0, task_type="CAUSAL_LM")
         self.model = get_peft_model(base, config)
         self.model.eval()  # no dropout: trainer and engine compute the same function
@@ -344,6 +344,8 @@ class Trainer:
         if not wanted:
             recomputed = layers if count or self.device == "cuda" else 0
             tokens = memory.fit_micro_tokens(free, most, share, sizes, recomputed)
+        if not memory.layers_to_recompute(max(largest, tokens), sizes, self.room):
+            self.room = 0.0
         if count:
             print(
                 f"memory   a pass over {largest} tokens recomputes {count} of {layers} layers: "

@@ -103,10 +103,10 @@ def tiny_model():
 
 @pytest.fixture
 def quick_provenance(monkeypatch):
-    """No program is asked, and no package looked up, when a run directory is opened."""
+    """Neither git nor packages are looked up when a run directory is opened."""
     from flatlab.runs import store
 
-    monkeypatch.setattr(store, "output_of", lambda *command: " ".join(command[:3]))
+    monkeypatch.setattr(store, "describe_git", lambda: "a commit")
     monkeypatch.setattr(store, "describe_machine", lambda: "a machine")
 
 

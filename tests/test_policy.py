@@ -494,28 +494,25 @@ def test_a_sliding_window_is_not_packed(window):
     """Packed attention would look past the window."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = AutoConfig.for_model("mistral", sliding_window=window, **sizes, **heads)
+    names = "hidden_size intermediate_size num_hidden_layers vocab_size num_attention_heads"
+    sizes = dict.fromkeys(names.split(), 8)
+    config = AutoConfig.for_model("mistral", sliding_window=window, num_key_value_heads=2, **sizes)
     assert can_pack(AutoModelForCausalLM.from_config(config)) == (window is None)
 
 
-def test_recomputed_layers_change_no_number(policy, monkeypatch):
-    """And they are really recomputed."""
+@pytest.fixture
+def layers(policy, monkeypatch):
+    """The layers of a trainer that recomputes none of them unless it is told to."""
     monkeypatch.setattr(policy, "room", 0.0)  # else each pass chooses its layers
     randomise(policy)
+    yield policy.model.get_base_model().base_model.layers
+    policy.recompute_layers(0)
+
+
+def test_recomputed_layers_change_no_number(policy, layers):
     logp, _, grads = loss_and_grads(policy.logprobs, policy, BATCH)
-    calls = []
-    layers = policy.model.get_base_model().base_model.layers
-    hooks = [m.self_attn.register_forward_hook(lambda m, *_: calls.append(m)) for m in layers]
-    try:
-        policy.recompute_layers(1)
-        again, _, again_grads = loss_and_grads(policy.logprobs, policy, BATCH)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        policy.recompute_layers(0)
-    assert [calls.count(m.self_attn) for m in layers] == [2] + [1] * (len(layers) - 1)
+    policy.recompute_layers(1)
+    again, _, again_grads = loss_and_grads(policy.logprobs, policy, BATCH)
     assert torch.equal(logp, again)
     assert all_close(grads, again_grads, 1e-6)
 
@@ -536,18 +533,13 @@ class Products(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
-def test_a_recomputed_layer_repeats_no_product_that_nobody_reads(policy, monkeypatch):
+def test_a_recomputed_layer_repeats_no_product_that_nobody_reads(policy, layers):
     """7 products forward, 6 once more, 7 backward."""
-    monkeypatch.setattr(policy, "room", 0.0)  # else each pass chooses its layers
-    layer = policy.model.get_base_model().base_model.layers[1]
-    randomise(policy)
-    try:
-        policy.recompute_layers(2)
-        with Products(layer) as products:
+    policy.recompute_layers(2)
+    for number, count in ((1, 20), (2, 14)):
+        with Products(layers[number]) as products:
             loss_and_grads(policy.logprobs, policy, BATCH)
-    finally:
-        policy.recompute_layers(0)
-    assert products.count == 20
+        assert products.count == count
 
 
 class NoWaiting(TorchDispatchMode):
@@ -561,19 +553,18 @@ class NoWaiting(TorchDispatchMode):
 
 def test_micro_batches_are_learned_without_waiting_for_the_gpu(policy, monkeypatch):
     """.item(), .tolist() and nonzero() come before the first and after the last one."""
-    parts = []
-    for batch in (COMMON, BATCH):
-        part = []
-        for tokens, mask in batch:
-            numbers = [0.1] * sum(mask)
-            part.append(TrainSequence(tokens, mask, numbers, numbers, [0] * len(numbers), numbers))
-        parts.append(part)
+
+    def sequence(tokens, mask):
+        numbers = [0.1] * sum(mask)
+        return TrainSequence(tokens, mask, numbers, numbers, [0] * len(numbers), numbers)
+
     meter = Meter()
-    with NoWaiting():
-        for part in parts:
+    for batch in (COMMON, BATCH):
+        part = [sequence(*one) for one in batch]
+        with NoWaiting():
             grpo.micro_loss(policy, part, grpo.Config(), meter, 0, 0.1).backward()
     policy.model.zero_grad()
-    assert meter.numbers()["compared_tokens"] == sum(len(s.old) for part in parts for s in part)
+    assert meter.numbers()["compared_tokens"] == sum(sum(mask) for _, mask in COMMON + BATCH)
 
 
 @pytest.mark.parametrize("family", ["opt", "falcon"])

@@ -146,11 +146,9 @@ def test_reset_returns_what_the_agent_of_the_file_reads(file):
     options = FULL | {"prompts": file}
     episode = asyncio.run(play_once(played, FakePolicy(block("submit")), **options))
     assert episode.prompt.endswith(f"\n\n{message}")
+    read = f"{episode.system}\n\n{episode.prompt}".lstrip()
     with shown:
-        assert (
-            shown.reset(EpisodeOptions(**options))
-            == f"{episode.system}\n\n{episode.prompt}".lstrip()
-        )
+        assert shown.reset(EpisodeOptions(**options)) == read
 
 
 def test_packages_are_looked_up_once_for_all_episodes(monkeypatch):
@@ -161,8 +159,7 @@ def test_packages_are_looked_up_once_for_all_episodes(monkeypatch):
 
     async def main():
         policy = FakePolicy(block("submit"))
-        plays = [play_once(Env(TITANIC, LOCAL, seed), policy, **FULL) for seed in range(4)]
-        return await asyncio.gather(*plays)
+        await asyncio.gather(*(play_once(Env(TITANIC, LOCAL), policy, **FULL) for _ in range(4)))
 
     asyncio.run(main())
     assert len(commands) == 1

@@ -23,6 +23,7 @@ from flatlab.suites.attempts import read_suite
 from flatlab.suites.report import report
 from flatlab.train.batch import Group
 from flatlab.train.job import TrainingRun
+from flatlab.view import plots
 from flatlab.view.reader import read_run
 from flatlab.world import prompts
 from flatlab.world.episode import Episode, History, Segment
@@ -222,6 +223,7 @@ def here(tmp_path, monkeypatch, capsys, quick_provenance):
     monkeypatch.chdir(tmp_path)
     # in this process the modules of the tests would count as code
     monkeypatch.setattr(start, "fingerprint", lambda *_: MADE_BY)
+    monkeypatch.setattr(plots, "encoded", lambda *_: b"")  # pictures cost a second each
 
     def here(flags):
         command = f"--backend local --concurrency 1 {flags}".split()
@@ -526,8 +528,7 @@ def test_ppo_learns_its_value_head_and_resumes(critic, play, monkeypatch):
 @pytest.mark.slow
 def test_the_example_is_a_script(tmp_path, tiny_model):
     flags = "--task titanic --backend local --groups 2 --group-size 4 --eval-episodes 2 --steps"
-    for steps in (1, 2):
-        done(tmp_path, "examples/ppo.py", f"{flags} {steps}")
+    done(tmp_path, "examples/ppo.py", f"{flags} 2")
     logs = tmp_path / "logs/ppo-titanic-tiny-0"
     assert [row["step"] for row in read_rows(logs / "metrics.jsonl")] == [0, 1]
     assert (logs / "best" / ppo.HEAD_FILE).exists()

@@ -6,7 +6,6 @@ The published results are a small folder made here, or those of a checkout: MLGY
 import csv
 import json
 import os
-import re
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ import evaluate
 import viz
 from flatlab.suites import report, statistics
 from flatlab.suites.attempts import read_suite
-from helpers import run_here
+from helpers import refuses
 from test_task import write
 from test_viz import evaluated
 
@@ -127,28 +126,26 @@ def test_intervals_resample_within_a_task():
     assert 0.1 < float(low) < 0.35 and 0.65 < float(high) < 0.9  # +- 2 sqrt(2 * 8 / (12 * 64))
 
 
-ERRORS = [
-    ("viz --suite builtin", "None of these evaluations played a task"),
-    ("viz --suite mledojo", "The suite mledojo needs .MLEDOJO_ROOT"),
-    ("evaluate --suite nope", "Cannot read .*configs/suites/nope.yaml: No such file"),
-    ("evaluate --suite typo.yaml", "Unknown task 'titanicc'; did you mean titanic"),
-    ("evaluate --suite builtin --model tiny tiny", "--model has a value twice"),
-    ("evaluate --suite gone.yaml", "None of these tasks can be played here. The file .*gone"),
-    ("evaluate --suite mlgym", "holds no published results"),
-]
+SHOWN = {
+    "--suite builtin": "None of these evaluations played a task",
+    "--suite mledojo": "The suite mledojo needs $MLEDOJO_ROOT",
+}
+PLAYED = {
+    "--suite nope": "configs/suites/nope.yaml: No such file",
+    "--suite typo.yaml": "Unknown task 'titanicc'; did you mean titanic",
+    "--suite builtin --model tiny tiny": "--model has a value twice",
+    "--suite gone.yaml": "None of these tasks can be played here. The file or folder",
+    "--suite mlgym": "holds no published results",
+}
 
 
-@pytest.mark.parametrize("command, message", ERRORS)
-def test_errors_are_one_sentence(command, message, tmp_path, monkeypatch, capsys):
+def test_errors_are_one_sentence(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(make_root(tmp_path))
     monkeypatch.setenv("MLGYM_ROOT", str(tmp_path))
     monkeypatch.setattr("sys.stdout.reconfigure", lambda **_: None, raising=False)
     files = {"typo.yaml": "settings: {task: [titanic, titanicc]}"}
     files["gone.yaml"] = "needs: MLGYM_ROOT\nsettings: {task: [gone]}"
     write(tmp_path, files)
-    script, *flags = command.split()
-    main = {"viz": lambda: viz.main(viz.tyro.cli(viz.Options)), "evaluate": evaluate.main}[script]
-    code, _, err = run_here(main, *flags, monkeypatch=monkeypatch, capsys=capsys)
-    assert (code, err.count("\n")) == (2, 1)
-    assert re.search(message, err)
+    refuses(lambda: viz.main(viz.tyro.cli(viz.Options)), SHOWN, monkeypatch, capsys)
+    refuses(evaluate.main, PLAYED, monkeypatch, capsys)
     assert not list(tmp_path.glob("logs/*/*/episodes"))

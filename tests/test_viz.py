@@ -216,12 +216,10 @@ def test_the_answer_of_a_comparison_is_a_sentence(tmp_path):
         for seed in range(3)
     ]
     [groups] = compare.groups_of(runs).values()
-    for group in groups:
-        group.results = [
-            {"value_mean": value, "values": {seed: value}}
-            for seed, value in enumerate(values[group.label.partition(" ")[0]])
-        ]
     bad, good, same = groups
+    for group, name in zip(groups, sorted(values)):
+        each = enumerate(values[name])
+        group.results = [{"value_mean": x, "values": {seed: x}} for seed, x in each]
     assert compare.answer([good, same]) == (
         "good (seeds 0, 1, 2) [lr=good] and same (seeds 0, 1, 2) [lr=same] do not differ: "
         "+0.0167 ± 0.0601, 95 % interval -0.2419 to +0.2752, 3 paired seeds."
@@ -352,19 +350,16 @@ def test_nodes_of_a_search_in_the_terminal(tmp_path, capsys):
     assert {p.name for p in directory.glob("*.png")} == {"tree.png", "curves.png"}
 
 
-@pytest.mark.slow
-def test_several_runs_and_strangers_among_them(tmp_path, capsys):
+def test_a_folder_stands_for_the_runs_in_it_at_any_depth(tmp_path):
     searched(tmp_path / "a")
-    searched(tmp_path / "b", seed=2)
-    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/more").mkdir(parents=True)
+    searched(tmp_path / "notes/b", seed=2)
     write(tmp_path, {"file.txt": "x", "a/wandb/files/config.yaml": "seed: 1"})  # W&B's own
-    viz.main(viz.Options(tuple(tmp_path.iterdir())))
-    [error] = capsys.readouterr().err.splitlines()
-    assert "notes is not a run directory" in error
-    assert (tmp_path / "compare-search-titanic.png").exists()
-    (tmp_path / "b").rename(tmp_path / "notes" / "b")
-    text = printed(capsys, tmp_path)  # a folder stands for the runs in it, at any depth
-    assert re.search(r"^a \+ b \(seeds 1, 2\) +2 +[-+]\d", text, re.M)  # N and the first value
+    assert [run.name for run in reader.find_runs([tmp_path])[0]] == ["a", "b"]
+    paths = [tmp_path / name for name in ("a", "file.txt", "notes/more")]
+    runs, [error] = reader.find_runs(paths)
+    assert [run.name for run in runs] == ["a"]
+    assert "notes/more is not a run directory" in error
 
 
 def test_the_recipe_of_the_docs_makes_conversations_of_episodes():

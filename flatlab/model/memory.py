@@ -46,9 +46,9 @@ MLP_BUFFERS = 7
 def layer_numbers(config, is_lean: bool) -> int:
     """Numbers per token that a layer keeps for its backward pass.
 
-    is_lean: with varlen_attn and fused norms, as on a GPU. These
-    are the residual stream before and after each norm; q before its norm and turned, and the
-    attention's output; k likewise, and v; gate, up, its activation and their product.
+    is_lean: with varlen_attn and fused norms, as on a GPU. These are the residual stream before and
+    after each norm; q before its norm and turned, and the attention's output; k likewise, and v;
+    gate, up, its activation and their product.
     """
     hidden, inner = config.hidden_size, inner_size(config)
     if not is_lean:

@@ -224,8 +224,8 @@ def outcome(folder: Path, groups: list[tuple], log: Path) -> str:
 def run_file(file: str, chosen: list[str]) -> dict[str, str]:
     """Runs the mutants of a file: key -> what killed it, "" if nothing did."""
     names = [file, *(f"tests/test_{name}.py" for name in TESTED_BY[file])]
-    state = content_key(*(PROJECT / name for name in names))
-    rows = [row for row in read_rows(RESULTS) if row["state"] == state]
+    digest = content_key(*(PROJECT / name for name in names))
+    rows = [row for row in read_rows(RESULTS) if row["digest"] == digest]
     found = {row["key"]: row["killed_by"] for row in rows}
     found |= dict.fromkeys(equivalents(), "equivalent")
     waiting = [key for key in chosen if key not in found]
@@ -240,7 +240,7 @@ def run_file(file: str, chosen: list[str]) -> dict[str, str]:
             os.utime(folder / file, (number, number))  # compiled files are told apart by the time
             found[key] = outcome(folder, groups, log)
             with open(RESULTS, "a") as out:
-                out.write(json_line({"key": key, "state": state, "killed_by": found[key]}))
+                out.write(json_line({"key": key, "digest": digest, "killed_by": found[key]}))
             print(f"  {number}/{len(waiting)}  {found[key] or 'SURVIVED'}  {key}", flush=True)
     return {key: found[key] for key in chosen}
 
