@@ -458,6 +458,7 @@ def test_a_meter_sums_and_averages_over_micro_batches():
     meter.add("mean", loss_mean=torch.tensor([1.0, 2.0]), lag=torch.tensor([]))
     meter.add("sum", loss=torch.tensor([1.0, 2.0]))
     meter.add("max", most=torch.tensor([1.0, 2.0]))
+    meter.add("mean", where=torch.tensor([False]), nothing=torch.tensor([1.0]))
     other = Meter()
     other.add("mean", loss_mean=torch.tensor([6.0]))
     other.add("sum", loss=torch.tensor([6.0]))
