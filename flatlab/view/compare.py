@@ -134,7 +134,8 @@ def answer(ranked: list[RunGroup]) -> str:
     pairs = paired(best, others[0])
     if len(pairs) < FEW_SEEDS:
         values = " and ".join(plus_minus(group.value, None, "+") for group in ranked[:2])
-        return f"{both}: {values}; {counted(len(pairs), 'paired seed')}: too few for an interval."
+        few = f"{counted(len(pairs), 'paired seed')}: too few for an interval"
+        return f"{both} have the values {values}; {few}."
     low, high = interval(pairs)
     verdict = f"{both} do not differ"
     if low > 0:
