@@ -228,7 +228,8 @@ def test_the_answer_of_a_comparison_is_a_sentence(tmp_path):
     assert better in compare.answer([good, bad])
     bad.results, bad.runs = bad.results[:1], bad.runs[:1]
     assert compare.answer([good, bad]).endswith(
-        "and bad-0 [lr=bad] have the values +0.6000 and +0.1000; 1 paired seed: too few for an interval."
+        "and bad-0 [lr=bad] have the values +0.6000 and +0.1000; 1 paired seed: too few for an "
+        "interval."
     )
 
 
