@@ -239,16 +239,17 @@ grpo.main()
 
 
 @pytest.mark.slow
-def test_kill_9_while_a_checkpoint_is_written(tmp_path, tiny_model):
-    """The step before counts, and the same command goes on from it."""
+@pytest.mark.parametrize("step", [0, 1])
+def test_kill_9_while_a_checkpoint_is_written(tmp_path, tiny_model, step):
+    """The step before counts, and the same command goes on from it, or starts anew."""
     (tmp_path / "slow.py").write_text(SLOW_DISK)
     flags = f"{SMALL} --steps 3 --task titanic --name w"
     logs = tmp_path / "logs" / "w"
-    is_far = lambda: list(logs.glob("checkpoints/.tmp-*-000001/trainer.pt"))  # noqa: E731
+    is_far = lambda: list(logs.glob(f"checkpoints/.tmp-*-00000{step}/trainer.pt"))  # noqa: E731
     run_until(tmp_path, is_far, tmp_path / "slow.py", flags, signal.SIGKILL)
-    assert [row["step"] for row in rows(logs / "metrics.jsonl")] == [0, 1]
-    assert [folder.name for folder in logs.glob("checkpoints/0*")] == ["000000"]
-    assert "resumed after step 0" in done(tmp_path, "grpo.py", flags)
+    assert [row["step"] for row in rows(logs / "metrics.jsonl")] == [*range(step + 1)]
+    assert len(list(logs.glob("checkpoints/0*"))) == step
+    assert ("resumed after step 0" in done(tmp_path, "grpo.py", flags)) == bool(step)
     assert [row["step"] for row in rows(logs / "metrics.jsonl")] == [0, 1, 2]
     assert not list(logs.rglob(".tmp-*"))
 

@@ -845,6 +845,7 @@ def test_the_page_of_a_long_training_shows_a_sample_and_says_so(tmp_path):
     files = dict.fromkeys([*range(40), "eval-000009"], [episode(0.7)])
     html = written(tmp_path, stored(tmp_path / "run", episodes=files)).read_text()
     assert "31 episodes are listed here, from 31 of 41 files, 4 of them with" in html
+    assert html.count('<img alt="training, run: value; value, evaluations; reward') == 1
     listed = re.findall('" id="([^"]+)"', html)
     assert listed == [*(str(step) for step in range(39, 9, -1)), "eval-9"]
     assert html.count("transcript is not on the page") == 27

@@ -187,12 +187,13 @@ def is_finished(run, steps: int, n: int = 0) -> bool:
     """Returns whether nothing is left to do: all steps are made and the adapters compared on n
     episodes each, or a collapse stopped the run.
 
-    Raises UserError if there are steps, but no checkpoint to go on from.
+    Raises UserError if there are steps, but no checkpoint to go on from. One step is made again: a
+    run that was killed during its first checkpoint has its row already.
     """
     result = run.result
     status = result.get("status", "")
     made = len(run.rows())
-    if made and not run.checkpoints():
+    if made > 1 and not run.checkpoints():
         raise UserError(
             f"{run.dir} has steps but no checkpoint to continue from, and starting anew would "
             "erase them: choose another --name, or remove it."

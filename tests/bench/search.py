@@ -1,6 +1,6 @@
 """The section `search`: modes of asking for strategies, and selection rules, at equal tokens.
 
-    python tests/bench search --seeds 0,1,2,3,4,5,6,7,8,9 --jobs 8 --write
+    python tests/bench search --seeds 0,1,2,3,4,5,6,7,8,9 --jobs 24 --write
 
 One factor is changed at a time, from mode none and rule bfs. Trees are compared by the value of
 their selected node, paired by seed. A tree runs one node at a time, so that rules know all earlier
@@ -28,7 +28,7 @@ START = ("none", "bfs")
 MODES = [(mode, "bfs") for mode in ("sequence", "uniform", "tail", "local")]
 RULES = [("none", rule) for rule in ("greedy", "ucb", "puct", "linear")]
 CELLS = [START, *MODES, *RULES]
-TOKENS = {  # of a tree, about 14 nodes of START
+TOKENS = {  # sampled for a tree, 12 to 21 nodes of START
     "titanic": 1000,
     "battleOfSexes": 500,
     "erdosOverlap": 1200,
