@@ -164,28 +164,41 @@ def main(options: Options):
     runs, errors = find_runs(options.runs)
     if not (runs or options.suite):
         raise UserError("\n".join(errors) or "Name run directories: python viz.py logs/<run>")
-    parts, missing = [], []
+    texts = []
     for run in runs:
         try:
-            if options.list or options.step is not None:
-                parts.append(f"{heading(run)}\n\n{list_text(run, options.step)}")
-            if options.episode:
-                parts.append(show(pick(run, options.episode)))
-            if options.best:
-                parts.append(show(best_of(run)))
+            texts += texts_of(run, options)
         except UserError as error:
-            missing.append(str(error))
-    errors += missing
-    if missing and not parts:
+            errors.append(str(error))
+    asked = options.list or options.step is not None or options.episode or options.best
+    if asked and not (texts or options.suite):
         raise UserError("\n".join(errors))
     for sentence in errors:
         print(sentence, file=sys.stderr)
     if options.suite:
-        parts.append(report(read_suite(options.suite), runs))
-    if parts and (options.plot or options.format == "pdf"):
+        texts.append(report(read_suite(options.suite), runs))
+    if texts and (options.plot or options.format == "pdf"):
         raise UserError("--plot and --format draw pictures: give them without --list and the like.")
-    if parts:
-        return say("\n\n".join(parts))
+    if texts:
+        say("\n\n".join(texts))
+    else:
+        draw(runs, options)
+
+
+def texts_of(run, options: Options) -> list[str]:
+    """What --list, --step, --episode and --best ask for. Raises UserError if the run lacks it."""
+    texts = []
+    if options.list or options.step is not None:
+        texts.append(f"{heading(run)}\n\n{list_text(run, options.step)}")
+    if options.episode:
+        texts.append(show(pick(run, options.episode)))
+    if options.best:
+        texts.append(show(best_of(run)))
+    return texts
+
+
+def draw(runs: list, options: Options) -> None:
+    """Draws the pictures, without --plot also the page, after a table or the summary of one run."""
     if options.plot:
         paths = page.draw(runs, folder_of(runs), options.format, options.plot)
     else:
