@@ -78,8 +78,9 @@ def row_of_run(final):
 
 
 def learning(args):
-    """grpo.py with its own defaults on both built-in tasks."""
-    variants = {task: f"grpo.py --task {task} --model {args.model}" for task in TASKS}
+    """grpo.py with its own defaults on both built-in tasks, or those of --only."""
+    tasks = args.only.split(",") if args.only else TASKS
+    variants = {task: f"grpo.py --task {task} --model {args.model}" for task in tasks}
     return run_all(variants, args)
 
 
