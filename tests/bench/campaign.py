@@ -38,6 +38,7 @@ def all_sections(args):
 
     A section writes its own table into tests/BENCHMARKS.md, with the commit of the code. One that
     has this commit there is not measured again, so a second call goes on where the first was cut.
+    Runs of other commits are not read: each commit has a folder of its own in logs/.
     """
     commit = commit_of_code()
     end = time.monotonic() + 60 * args.budget
@@ -46,20 +47,24 @@ def all_sections(args):
         left = end - time.monotonic()
         state = "measured before"
         if not has(section, commit):
-            state = measured(section, flags, left) if left > 0 else "not reached"
+            folder = PROJECT / "logs" / f"bench-{commit}"
+            state = measured(section, flags, folder, left) if left > 0 else "not reached"
         rows.append((section, state, f"`{section} {flags}`"))
         print(f"{section}: {state}, {max(left, 0) / 60:.0f} min were left", file=sys.stderr)
     return this_machine(), rows
 
 
-def measured(section, flags, seconds):
-    """State of a section after it was given so many seconds."""
+def measured(section, flags, folder, seconds):
+    """State of a section after it was given so many seconds. Its runs are in logs/ of the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
     python = sys.executable
     if section in BESIDE_TRL and "TRL_VENV" in os.environ:
         python = os.path.abspath(f"{os.environ['TRL_VENV']}/bin/python")
     command = [python, str(TESTS / "bench"), section, *flags.split(), "--write"]
     begun = time.monotonic()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.DEVNULL, start_new_session=True
+    )
     try:
         code = process.wait(seconds)
     except subprocess.TimeoutExpired:
