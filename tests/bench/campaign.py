@@ -55,7 +55,7 @@ def all_sections(args):
 
 
 def measured(section, flags, folder, seconds):
-    """State of a section after it was given so many seconds. Its runs are in logs/ of the folder."""
+    """State of a section after it was given so many seconds. Its runs are in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     python = sys.executable
     if section in BESIDE_TRL and "TRL_VENV" in os.environ:
