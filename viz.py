@@ -71,7 +71,8 @@ def show(item: dict) -> str:
     lines = [f"{item['id']}  {score_text(item)}"]
     for key in FACTS:
         if item.get(key) not in (None, ""):
-            lines.append(f"{key:14} {item[key]}")
+            value = item[key]
+            lines.append(f"{key:14} {f'{value:.6g}' if isinstance(value, float) else value}")
     for name, text in item.get("code", {}).items():
         lines.append(f"\n── {name}\n{text}")
     if item.get("diff"):

@@ -95,7 +95,8 @@ def sbatch(folder, *arguments, **variables):
 def test_slurm_starts_a_rank_for_each_gpu_and_these_exchange(tmp_path):
     (tmp_path / "grpo.py").write_text(EXCHANGE)
     out = finish(sbatch(tmp_path))
-    assert sorted(out.splitlines()) == ["rank 0 of 2", "rank 1 of 2", "said by rank 0"]
+    for words in ("rank 0 of 2", "rank 1 of 2", "said by rank 0"):  # lines may run together
+        assert out.count(words) == 1
 
 
 def test_job_n_of_a_grid_runs_line_n_of_its_file(tmp_path):
@@ -182,8 +183,8 @@ def test_two_ranks_equal_one_with_the_same_total_batch(tmp_path, random_model):
         (one_rows, *sampled, one_adapter), (two_rows, *others, two_adapter) = one, two
         keys = "step reward_mean loss kl entropy grad_norm episodes groups lr eval_score_mean"
         for key in keys.split():
-            column = [row.get(key) for row in two_rows]
-            assert [row.get(key) for row in one_rows] == pytest.approx(column, rel=1e-3, abs=1e-5)
+            column, other = ([row.get(key, 0) for row in rows] for rows in (one_rows, two_rows))
+            assert column == pytest.approx(other, rel=1e-3, abs=1e-5)
         assert sampled == others
         assert len(sampled[0]) == 12 * STEPS
         for key, weight in one_adapter.items():

@@ -132,6 +132,9 @@ def answer(ranked: list[RunGroup]) -> str:
     names = [group.label + f" [{group.differs}]" * bool(group.own) for group in ranked[:2]]
     both = " and ".join(names)
     pairs = paired(best, others[0])
+    if pairs and not any(pairs):
+        value = plus_minus(best.value, None, "+")
+        return f"{both} are equal on {counted(len(pairs), 'paired seed')}: mean value {value}."
     if len(pairs) < FEW_SEEDS:
         values = " and ".join(plus_minus(group.value, None, "+") for group in ranked[:2])
         few = f"{counted(len(pairs), 'paired seed')}: too few for an interval"

@@ -16,7 +16,7 @@ def facts_of(item: dict, width: int = 70) -> dict:
     trained = [advantage for advantage in replies if advantage is not None]
     reason = "" if item["outcome"] == "valid" else failure(item)
     parts = [item.get("op") or item.get("task"), reason, item.get("idea")]
-    text = "; ".join(filter(None, parts))
+    text = "; ".join(part.rstrip(".") for part in parts if part)
     return {
         "id": item["id"],
         "score": score_text(item),

@@ -109,7 +109,7 @@ def sample(run: RunData) -> list[dict]:
 
     Search: the path to the best node and the best nodes have transcripts; all are listed, because
     the tree leads to them. Evaluation: the last episodes. Training: the last steps and
-    evaluations; more steps are listed.
+    evaluations; more steps are listed. The best of all that are listed has its transcript, too.
     """
     files = transcript_files(run)
     names = list(reversed(files))
@@ -123,4 +123,8 @@ def sample(run: RunData) -> list[dict]:
         whole = plots.best_nodes(run, MOST_NODES)
         others = [row for row in run.rows if row["id"] not in whole]
         files |= {row["id"]: partial(list, [row]) for row in others}  # reading them takes long
-    return [item | {"is_whole": name in whole} for name in names for item in files[name]()]
+    items = [item | {"is_whole": name in whole} for name in names for item in files[name]()]
+    valid = [item for item in items if item.get("improvement") is not None]
+    if valid:
+        max(valid, key=lambda item: item["improvement"])["is_whole"] = True
+    return items

@@ -157,14 +157,18 @@ def words_of(key: str) -> str:
 
 
 def draw_ends(axis, run: RunData) -> None:
-    """A line for the untrained adapter, and a star for the test part at the end of the run."""
+    """A line for the evaluation before training, and a star for the test part at the end of the
+    run, which has other seeds.
+    """
     before, final = (run.result.get(key) for key in ("before", "final"))
     if before:
-        axis.axhline(before["value_mean"], color=GREY, linewidth=0.8, label="untrained")
+        axis.axhline(
+            before["value_mean"], color=GREY, linewidth=0.8, label="evaluation before training"
+        )
     if final and "test_value_mean" in final["best"]:
         best = final["best"]
         point = (best["step"] + 1, best["test_value_mean"], best["test_value_stderr"])
-        label = f"best adapter, test part, N = {final['n']}"
+        label = f"best adapter, test part, other seeds, N = {final['n']}"
         axis.errorbar(*point, fmt="k*", markersize=8, label=label)
 
 

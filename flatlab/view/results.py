@@ -112,14 +112,15 @@ def gain(final: dict | None) -> list[str]:
     best = final["best"] if final else {}
     if best.get("difference") is None:
         return []
-    text = "No adapter was better than the untrained one"
+    text = "No evaluation during training was better than the untrained adapter"
     if not final["best_is_untrained"]:
         difference = plus_minus(best["difference"], best.get("difference_stderr"), "+")
         pairs = best["difference_n"]
         text = f"Best adapter: {difference} over the untrained one on {pairs} paired seeds"
     if "test_value_mean" in best:
         value = plus_minus(best["test_value_mean"], best.get("test_value_stderr"), "+")
-        text += f"; its value on the test part is {value}"
+        which = "the untrained one's" if final["best_is_untrained"] else "its"
+        text += f"; {which} value on the test part is {value}"
     return [f"{text}."]
 
 
