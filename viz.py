@@ -187,7 +187,7 @@ def main(options: Options):
 
 
 def texts_of(run, options: Options) -> list[str]:
-    """What --list, --step, --episode and --best ask for. Raises UserError if the run lacks it."""
+    """Returns what --list, --step, --episode and --best ask for; UserError if the run lacks it."""
     texts = []
     if options.list or options.step is not None:
         texts.append(f"{heading(run)}\n\n{list_text(run, options.step)}")

@@ -87,7 +87,7 @@ LABELS = {
     "vllm": f"TRL, {SAMPLER}",
     "generate": "TRL, generate()",
 }
-GOALS = {"factory": 5.0, "rollout": 1.5, "generate": 1.3}
+GOALS = {("factory", "even"): 5.0, ("factory", "uneven"): 4.5, ("generate", "no"): 1.3}
 
 
 # ---- the sections
@@ -184,7 +184,7 @@ def rows_of(waits, done):
         elif "ours" in done:
             ratios, cpu_ratio = compared(steps, done["ours"])
             note += f"; {spread(ratios)} x ours, {cpu_ratio:.1f} x in CPU seconds"
-            goal = GOALS.get(name)
+            goal = GOALS.get((name, waits))
             if goal:
                 reached = "reached" if statistics.median(ratios) >= goal else "missed"
                 note += f"; goal {goal:g} x {reached}"
