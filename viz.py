@@ -30,7 +30,7 @@ from flatlab.suites.report import report
 from flatlab.view import compare, page, plots
 from flatlab.view.columns import aligned
 from flatlab.view.console import say
-from flatlab.view.episodes import facts_of, sections
+from flatlab.view.episodes import best_item, facts_of, sections
 from flatlab.view.reader import (
     NOUNS,
     RunData,
@@ -137,12 +137,10 @@ def pick(run: RunData, id: str) -> dict:
 
 def best_of(run: RunData) -> dict:
     """The transcript of training, or the node, with the largest improvement."""
-    # the names of evaluations begin with a letter
-    items = read_all(transcript_files(run))
-    valid = [x for x in items if x["id"][0].isdigit() and x["improvement"] is not None]
-    if not valid:
+    best = best_item(read_all(transcript_files(run)))
+    if not best:
         raise UserError(f"{run.dir} has no transcript with a score.")
-    return max(valid, key=lambda item: item["improvement"])
+    return best
 
 
 # ------------------------------------------------------------------ summaries

@@ -855,6 +855,17 @@ def test_the_page_of_a_long_training_shows_a_sample_and_says_so(tmp_path):
     assert html.count("transcript is not on the page") == 27
 
 
+def test_the_best_episode_of_a_training_has_its_transcript_on_the_page(tmp_path):
+    """It is the one of viz.py --best: an evaluation plays other seeds."""
+    files = dict.fromkeys(range(9), [episode(0.7)])
+    files |= {2: [episode(0.9)], "eval-000008": [episode(0.95)]}
+    run = stored(tmp_path / "run", episodes=files)
+    listed = written(tmp_path, run).read_text().split('<details class="episode')[1:]
+    whole = [text for text in listed if "is not on the page" not in text]
+    assert [re.search(' id="([^"]+)"', text)[1] for text in whole] == ["8", "7", "6", "2", "eval-8"]
+    assert viz.best_of(reader.read_run(run.dir))["id"] == "2"
+
+
 def test_the_page_of_a_large_search_lists_all_nodes_and_has_the_best_transcripts(
     tmp_path, monkeypatch
 ):

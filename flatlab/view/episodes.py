@@ -32,6 +32,13 @@ def facts_of(item: dict, width: int = 70) -> dict:
     }
 
 
+def best_item(items: list[dict]) -> dict | None:
+    """The episode of training, or the node, with the largest improvement; None if none is valid."""
+    # the names of evaluations begin with a letter
+    valid = [x for x in items if x["id"][0].isdigit() and x["improvement"] is not None]
+    return max(valid, key=lambda item: item["improvement"], default=None)
+
+
 def failure(item: dict) -> str:
     """The line of the error that says why a node or episode failed, or how it ended."""
     lines = item["error"].strip().split("\n")

@@ -109,7 +109,7 @@ def sample(run: RunData) -> list[dict]:
 
     Search: the path to the best node and the best nodes have transcripts; all are listed, because
     the tree leads to them. Evaluation: the last episodes. Training: the last steps and
-    evaluations; more steps are listed. The best of all that are listed has its transcript, too.
+    evaluations, and the best episode of the listed steps; more steps are listed.
     """
     files = transcript_files(run)
     names = list(reversed(files))
@@ -124,7 +124,7 @@ def sample(run: RunData) -> list[dict]:
         others = [row for row in run.rows if row["id"] not in whole]
         files |= {row["id"]: partial(list, [row]) for row in others}  # reading them takes long
     items = [item | {"is_whole": name in whole} for name in names for item in files[name]()]
-    valid = [item for item in items if item.get("improvement") is not None]
-    if valid:
-        max(valid, key=lambda item: item["improvement"])["is_whole"] = True
+    best = episodes.best_item(items) if run.kind == "training" else None
+    if best:
+        best["is_whole"] = True
     return items
