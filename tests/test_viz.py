@@ -696,8 +696,8 @@ def test_the_legend_covers_no_data_and_names_the_untrained_and_the_final_value(t
     figure.draw_without_rendering()
     axis = figure.axes[0]
     legend = axis.get_legend()
-    names = ["value", "value, evaluations, N = 64", "evaluation before training"]
-    names += ["best adapter, test part, other seeds, N = 8"]
+    names = ["value", "value, evaluations, N = 64", "before training"]
+    names += ["best adapter, test part, N = 8"]
     assert names_in(legend) == names
     assert legend.get_window_extent().y0 >= axis.get_window_extent().y1
     assert [2, 0.3] in [line.get_xydata().ravel().tolist() for line in axis.lines]

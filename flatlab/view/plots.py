@@ -162,13 +162,11 @@ def draw_ends(axis, run: RunData) -> None:
     """
     before, final = (run.result.get(key) for key in ("before", "final"))
     if before:
-        axis.axhline(
-            before["value_mean"], color=GREY, linewidth=0.8, label="evaluation before training"
-        )
+        axis.axhline(before["value_mean"], color=GREY, linewidth=0.8, label="before training")
     if final and "test_value_mean" in final["best"]:
         best = final["best"]
         point = (best["step"] + 1, best["test_value_mean"], best["test_value_stderr"])
-        label = f"best adapter, test part, other seeds, N = {final['n']}"
+        label = f"best adapter, test part, N = {final['n']}"
         axis.errorbar(*point, fmt="k*", markersize=8, label=label)
 
 
