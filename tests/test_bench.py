@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
+from bench import __main__ as bench
 from helpers import PROJECT
+from tools import check_prose
 
 # Sections of whole runs (pretrained, partial-credit) are the functions of `objectives` with other
 # flags; agent runs beside TRL below.
@@ -35,6 +37,44 @@ def measured(folder, section, flags, interpreter=sys.executable):
     assert f"\n{section}: " in f"\n{done.stdout}"
     assert "| fail" not in done.stdout and "| cut" not in done.stdout, done.stdout
     return done.stdout
+
+
+def test_a_number_says_if_its_code_has_changed_since(tmp_path, monkeypatch):
+    def git(*command):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+        whole = ["git", *who, *command]
+        return subprocess.run(
+            whole, cwd=tmp_path, capture_output=True, check=True, text=True
+        ).stdout
+
+    code, page = tmp_path / "policy.py", tmp_path / "BENCHMARKS.md"
+    monkeypatch.setattr(check_prose, "PROJECT", tmp_path)
+    monkeypatch.setattr(check_prose, "BENCHMARKS", page)
+    code.write_text("slow")
+    git("init", "-q")
+    git("add", "policy.py")
+    git("commit", "-q", "-m", "first")
+    commit = git("rev-parse", "--short", "HEAD").strip()
+    page.write_text(f"# Measured\n\n## sync\n\nCode at {commit}: `policy.py`\n\n| a |\n")
+    assert not [*check_prose.older_than_their_code()]
+    code.write_text("fast")
+    [fault] = check_prose.older_than_their_code()
+    assert fault.endswith("sync: measure again, or write 'Changed since: policy.py'")
+    page.write_text(page.read_text().replace("\n\n|", "\nChanged since: policy.py (faster)\n\n|"))
+    assert not [*check_prose.older_than_their_code()]
+    page.write_text("# Measured\n\n## sync\n\nCode at 1234567: `policy.py`\n")
+    assert not [*check_prose.older_than_their_code()]  # a copy without the history
+
+
+def test_a_written_section_keeps_what_is_below_its_table(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "TESTS", tmp_path)
+    page = tmp_path / "BENCHMARKS.md"
+    page.write_text("# M\n\n## sync\n\nold\n\n| a |\n|---|\n| 1 |\n\nwords\n\n## train\n\nkept\n")
+    bench.write("sync", "the command", "2 cores", ["| b |", "|---|", "| 2 |"])
+    text = page.read_text()
+    assert "old" not in text and "| 1 |" not in text
+    assert "2 cores\nCode at " in text and ": `policy.py flatlab/model`\n\n| b |" in text
+    assert text.endswith("| 2 |\n\nwords\n\n## train\n\nkept\n")
 
 
 @pytest.mark.slow

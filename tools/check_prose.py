@@ -1,15 +1,18 @@
 """Style of the prose, as part of `make lint`: openings of docstrings, lengths, numbers in a line,
-and measured numbers (with ± or x), which tests/BENCHMARKS.md must have, too.
+and measured numbers (with ± or x), which tests/BENCHMARKS.md must have, too, and not be older than
+the code without saying so.
 
 Prints what to change; the exit code is 1 if there is anything.
 """
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[1]
 README = PROJECT / "README.md"
+BENCHMARKS = PROJECT / "tests/BENCHMARKS.md"
 DOCS = [README, *sorted(PROJECT.glob("docs/*.md"))]
 PROSE = [*DOCS, PROJECT / "CONTRIBUTING.md", PROJECT / "tests/README.md"]
 
@@ -56,15 +59,53 @@ def faults_of(page: Path):
 def unmeasured():
     """Yields the numbers with ± or x in README.md and docs/ that are not in BENCHMARKS.md."""
     number = re.compile(r"\d+(?:[.,]\d+)*")
-    known = {*number.findall((PROJECT / "tests/BENCHMARKS.md").read_text())}
+    known = {*number.findall(BENCHMARKS.read_text())}
     for page in DOCS:
         for text in MEASURED.findall(page.read_text()):
             if not {*number.findall(text)} <= known:
                 yield f"{page.relative_to(PROJECT)}: {text} is not in tests/BENCHMARKS.md"
 
 
+def measured_sections():
+    """Returns (title, commit, measured paths, text) of the sections of BENCHMARKS.md that have a
+    line "Code at COMMIT: `PATH PATH`".
+    """
+    found = []
+    for section in BENCHMARKS.read_text().split("\n## ")[1:]:
+        title, _, text = section.partition("\n")
+        code = re.search(r"^Code at (\w+): `(.*)`", text, re.MULTILINE)
+        if code:
+            found.append((title, code[1], code[2].split(), text))
+    return found
+
+
+def changed_since(commit: str, paths: list[str]) -> list[str]:
+    """Files under the paths that differ from the commit. RuntimeError if git does not know it."""
+    command = ["git", "diff", "--name-only", commit, "--", *paths]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip())
+    return done.stdout.split()
+
+
+def older_than_their_code():
+    """Yields the sections of BENCHMARKS.md with changed code that no "Changed since:" names."""
+    for title, commit, paths, text in measured_sections():
+        named = re.search(r"^Changed since: (.*)", text, re.MULTILINE)
+        known = re.findall(r"[\w./-]+\w", named[1]) if named else []
+        try:
+            changed = changed_since(commit, paths)
+        except RuntimeError as error:  # a copy without the history
+            print(f"prose: age of section {title} not checked: {error}")
+            continue
+        unnamed = [path for path in changed if not path.startswith(tuple(known))]
+        if unnamed:
+            files = ", ".join(unnamed)
+            yield f"BENCHMARKS.md, {title}: measure again, or write 'Changed since: {files}'"
+
+
 def main():
-    faults = [*unmeasured()]
+    faults = [*unmeasured(), *older_than_their_code()]
     for page in PROSE:
         faults += [f"{page.relative_to(PROJECT)}: {fault}" for fault in faults_of(page)]
     for path in sorted(PROJECT.rglob("*.py")):

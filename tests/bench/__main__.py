@@ -28,6 +28,7 @@ A section is a function in SECTIONS that returns (headline, rows); a row is (wha
 
 import argparse
 import os
+import re
 import sys
 from datetime import date
 from importlib import import_module
@@ -36,7 +37,7 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:1] = [str(TESTS.parent), str(TESTS)]
 
-from bench.campaign import commit_of_code  # noqa: E402
+from bench.campaign import PLAN, commit_of_code  # noqa: E402
 
 SECTIONS = {
     "all": "bench.campaign.all_sections",
@@ -63,15 +64,20 @@ SECTIONS = {
 
 
 def write(section, command, headline, lines):
-    """Replaces the section in tests/BENCHMARKS.md, or adds it."""
+    """Replaces the table of the section in tests/BENCHMARKS.md, and what is above it, or adds the
+    section. What was written below the table stays.
+    """
     path = TESTS / "BENCHMARKS.md"
     text = path.read_text(encoding="utf-8")
     title = f"\n## {section}\n"
-    about = f"`{command}`, {date.today()}, commit {commit_of_code()}, {headline}"
-    body = "\n".join(lines)
+    about = f"`{command}`, {date.today()}, {headline}"
+    if section in PLAN:
+        about += f"\nCode at {commit_of_code()}: `{PLAN[section][1]}`"
     before, _, rest = text.partition(title)
-    _, mark, after = rest.partition("\n## ")
-    path.write_text(f"{before}{title}\n{about}\n\n{body}\n{mark}{after}", encoding="utf-8")
+    old, mark, after = rest.partition("\n## ")
+    *_, below = re.split(r"^(?:\|.*\n)+", old, maxsplit=1, flags=re.MULTILINE)
+    body = "\n".join([about, "", *lines])
+    path.write_text(f"{before}{title}\n{body}\n{below}{mark}{after}", encoding="utf-8")
 
 
 def main():
@@ -99,6 +105,9 @@ def main():
     add("--only", default="", help=f"{runs} comma-separated variants; {also}")
     add("--waits", default="", help="for agent and ahead: comma-separated kinds of waits")
     add("--budget", type=float, default=60, help="for all: minutes")
+    first = "for first-submission:"
+    add("--episodes", type=int, default=32, help=f"{first} episodes of a task and a seed")
+    add("--reply-tokens", type=int, default=160, help=f"{first} most tokens of a reply")
     add("--gpu", action="store_true", help="for agent: the size of a step on a GPU")
     add("--flags", default="", help=f"{runs} more flags of the script")
     args = parser.parse_args()

@@ -2,51 +2,60 @@
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
 
 from bench.measure import PROJECT, TESTS, this_machine
+from tools.check_prose import changed_since, measured_sections
 
-# Section -> its flags, the short ones first. A number is quoted with these flags.
+ENGINE = "policy.py flatlab/model"
+WORLD = "env.py flatlab/sandbox flatlab/task flatlab/world"
+TRAINING = f"grpo.py flatlab/train {ENGINE} {WORLD}"
+TREES = f"search.py flatlab/tree {ENGINE} {WORLD}"
+IMITATION = "sft.py configs/sft-cpu.yaml configs/grpo-cpu.yaml"
+
+# Section -> its flags, and the code that it measures. The short sections come first. A number is
+# quoted with these flags.
 PLAN = {
-    "start": "--steps 3",
-    "sync": "",
-    "env": "",
-    "engine": "--steps 3",
-    "train": "--steps 3",
-    "agent": "--steps 4",
-    "ahead": "--steps 2",
-    "gpu": "",
-    "soak": "",
-    "growth": "--count 3000",
-    "learning": "",
-    "mutants": "--count 330",
-    "search": "--seeds 0,1,2,3,4,5,6,7,8,9 --jobs 24",
-    "first-submission": "--model smollm2 --seeds 0",
-    "partial-credit": "--seeds 0",
-    "pretrained": "",
-    "learned-search": "",
+    "start": ("--steps 3", f"evaluate.py search.py sft.py flatlab/runs {TRAINING}"),
+    "sync": ("", ENGINE),
+    "env": ("", WORLD),
+    "engine": ("--steps 3", ENGINE),
+    "train": ("--steps 3", TRAINING),
+    "agent": ("--steps 4", TRAINING),
+    "ahead": ("--steps 2", TRAINING),
+    "gpu": ("", TRAINING),
+    "soak": ("", WORLD),
+    "growth": ("--count 3000", "search.py flatlab/tree flatlab/runs"),
+    "learning": ("", TRAINING),
+    "mutants": ("--count 330", "tests/bench/mutants.py"),
+    "search": ("--seeds 0,1,2,3,4,5,6,7,8,9 --jobs 24", TREES),
+    "first-submission": ("--model smollm2 --seeds 0", f"configs/prompts {ENGINE} {WORLD}"),
+    "partial-credit": ("--seeds 0", TRAINING),
+    "pretrained": ("--jobs 2", f"{IMITATION} {TRAINING}"),
+    "learned-search": ("", f"examples/learn.py {TREES}"),
 }
 BESIDE_TRL = ("train", "agent")  # run by $TRL_VENV, if it is set
 
 
 def all_sections(args):
-    """A row per section: measured now, measured before at this commit, failed, or not reached.
+    """A row per section: measured now, measured before with this code, failed, or not reached.
 
-    A section writes its own table into tests/BENCHMARKS.md, with the commit of the code. One that
-    has this commit there is not measured again, so a second call goes on where the first was cut.
-    Runs of other commits are not read: each commit has a folder of its own in logs/.
+    A section writes its own table into tests/BENCHMARKS.md, with the commit and the paths of the
+    code that it measures. One whose code has not changed since is not measured again, so a second
+    call goes on where the first was cut. Runs of other commits are not read: each commit has a
+    folder of its own in logs/.
     """
     commit = commit_of_code()
+    current = [title for title, at, paths, _ in measured_sections() if is_unchanged(at, paths)]
     end = time.monotonic() + 60 * args.budget
     rows = []
-    for section, flags in PLAN.items():
+    for section, (flags, _) in PLAN.items():
         left = end - time.monotonic()
         state = "measured before"
-        if not has(section, commit):
+        if section not in current:
             folder = PROJECT / "logs" / f"bench-{commit}"
             state = measured(section, flags, folder, left) if left > 0 else "not reached"
         rows.append((section, state, f"`{section} {flags}`"))
@@ -86,8 +95,9 @@ def commit_of_code():
     return commit.strip() + ("+" if changed.returncode else "")
 
 
-def has(section, commit):
-    """True if tests/BENCHMARKS.md has the section as measured at this commit."""
-    text = (TESTS / "BENCHMARKS.md").read_text(encoding="utf-8")
-    found = re.search(rf"^## {section}\n\n.*, commit {re.escape(commit)},", text, re.MULTILINE)
-    return found is not None
+def is_unchanged(commit, paths):
+    """False also if git does not know the commit."""
+    try:
+        return not changed_since(commit, paths)
+    except RuntimeError:
+        return False

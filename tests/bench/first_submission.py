@@ -13,12 +13,10 @@ from pathlib import Path
 
 from bench.learning import TASKS
 from bench.measure import PROJECT
-from tools.get_smollm2 import get_model
+from bench.models import PRETRAINED
 
 FIRST_SEED = -(10**13)  # no training and no evaluation plays these episodes
-EPISODES = 32  # of each seed
 TURNS = 3
-REPLY_TOKENS = 160
 IN_FLIGHT = 64
 BLOCK = """\
   ```bash
@@ -45,12 +43,14 @@ VARIANTS = {
 
 
 def first_submission(args):
-    """A row per task and variant, or those of --only. --model: smollm2 or any other."""
-    folder = Path("logs", f"first-submission-{args.model}-{args.seeds}")
+    """A row per task and variant, or those of --only. --model: smollm2, coder, or any other."""
+    size = f"{args.episodes}x{args.reply_tokens}"
+    folder = Path("logs", f"first-submission-{args.model}-{args.seeds}-{size}")
     folder.mkdir(parents=True, exist_ok=True)
+    only = args.only.split(",") if args.only else []
     wanted = {}
-    for task in TASKS:
-        for variant in args.only.split(",") if args.only else VARIANTS:
+    for task in [name for name in only if name in TASKS] or TASKS:
+        for variant in [name for name in only if name in VARIANTS] or VARIANTS:
             wanted[task, variant] = folder / f"{task}, {variant}.jsonl"
     missing = {key: file for key, file in wanted.items() if not file.exists()}
     if missing:
@@ -60,7 +60,7 @@ def first_submission(args):
     for (task, variant), file in wanted.items():
         episodes = [json.loads(line) for line in file.read_text().splitlines()]
         rows.append((f"{task}, {variant}", *described(episodes)))
-    return f"{args.model}, at most {TURNS} replies of {REPLY_TOKENS} tokens", rows
+    return f"{args.model}, at most {TURNS} replies of {args.reply_tokens} tokens", rows
 
 
 def open_policy(name):
@@ -68,8 +68,8 @@ def open_policy(name):
     from flatlab.options import ModelOptions
     from policy import Policy
 
-    path = get_model() if name == "smollm2" else name
-    options = ModelOptions(context=2048, temperature=0.7)
+    path = PRETRAINED[name]() if name in PRETRAINED else name
+    options = ModelOptions(context=3072, temperature=0.7)
     return Policy(resolve_model(str(path)), options, max_batch=IN_FLIGHT, trains=False)
 
 
@@ -91,14 +91,14 @@ async def play_variant(policy, slots, name, variant, file, args):
     prompts = file.with_suffix(".yaml")
     shipped = Path(PROJECT, "configs/prompts/agent.yaml").read_text()
     prompts.write_text(shipped.replace(BLOCK, block))
-    options = EpisodeOptions(TURNS, REPLY_TOKENS, 128, prompts=str(prompts))
+    options = EpisodeOptions(TURNS, args.reply_tokens, 128, prompts=str(prompts))
     loop = partial(play, act=act_program if runs_python else act_bash)
     task = load_task(name)
 
     seeds = [
         FIRST_SEED * (1 + int(seed)) + number
         for seed in args.seeds.split(",")
-        for number in range(EPISODES)
+        for number in range(args.episodes)
     ]
 
     async def one(seed):
