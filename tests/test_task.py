@@ -501,6 +501,7 @@ def test_roots_come_first_and_from_the_environment(mlgym, monkeypatch, tmp_path)
     assert load_task("titanic").source == "configs/tasks"
     monkeypatch.setenv("MLGYM_ROOT", str(mlgym))
     assert load_task("titanic").source == "mlgym"
+    assert load_task("titanic").outline.startswith("titanic (mlgym): ")  # the line of a start
     assert load_task("digits").source == "configs/tasks"
     assert load_task("titanic", mlgym_root="").source == "configs/tasks"
     with user_error("not a checkout of MLGym"):

@@ -95,8 +95,9 @@ class Task:
 
     @property
     def outline(self) -> str:
-        """The name, the metric, its direction, and the score of the baseline."""
-        return f"{self.name}: {self.metric}, {self.direction}, baseline {self.baseline:.4g}"
+        """The name, where it comes from, the metric, its direction, the score of the baseline."""
+        scores = f"{self.metric}, {self.direction}, baseline {self.baseline:.4g}"
+        return f"{self.name} ({self.source}): {scores}"
 
     @property
     def scale(self) -> dict:
