@@ -33,12 +33,19 @@ PROGRAM = """\
 """
 AS_BASH = f"  ```bash\n  cat > solve.py <<'EOF'\n{PROGRAM}  EOF\n  python3 solve.py\n  ```\n"
 AS_PYTHON = f"  ```python\n{PROGRAM}  ```\n"
-# Name of a variant -> (block in the system message, whether a block marked python is run)
+AFTER_TOLD = "  A block with only the word validate"
+TOLD = f"""\
+  {{{{ artefact }}}} is not there yet: write a program that makes it, and run it in the same block.
+
+{AFTER_TOLD}"""
+# Name of a variant -> (changes of the system message, whether a block marked python is run)
 VARIANTS = {
-    "as shipped": (BLOCK, False),
-    "example": (AS_BASH, False),
-    "python": (BLOCK, True),
-    "example and python": (AS_PYTHON, True),
+    "as shipped": ({}, False),
+    "example": ({BLOCK: AS_BASH}, False),
+    "python": ({}, True),
+    "example and python": ({BLOCK: AS_PYTHON}, True),
+    "told": ({AFTER_TOLD: TOLD}, False),
+    "all three": ({AFTER_TOLD: TOLD, BLOCK: AS_PYTHON}, True),
 }
 
 
@@ -87,10 +94,12 @@ async def play_variant(policy, slots, name, variant, file, args):
     from flatlab.world.episode import act_bash, play, run_episode
     from tasks import load_task
 
-    block, runs_python = VARIANTS[variant]
+    changes, runs_python = VARIANTS[variant]
+    text = Path(PROJECT, "configs/prompts/agent.yaml").read_text()
+    for old, new in changes.items():
+        text = text.replace(old, new)
     prompts = file.with_suffix(".yaml")
-    shipped = Path(PROJECT, "configs/prompts/agent.yaml").read_text()
-    prompts.write_text(shipped.replace(BLOCK, block))
+    prompts.write_text(text)
     options = EpisodeOptions(TURNS, args.reply_tokens, 128, prompts=str(prompts))
     loop = partial(play, act=act_program if runs_python else act_bash)
     task = load_task(name)
