@@ -14,7 +14,7 @@
     python tests/bench sync        the trained adapter into the running engine, two ways
     python tests/bench learning    the stand-in by grpo.py as it is, on two tasks; half an hour
     python tests/bench objectives  losses and advantages on the built-in tasks; an hour
-    python tests/bench pretrained  SmolLM2 imitates, then GRPO, on two tasks; hours
+    python tests/bench pretrained  SmolLM2 imitates, then GRPO, on two tasks; an hour
     python tests/bench first-submission  what gives it a valid submission without an imitation
     python tests/bench partial-credit  GRPO of SmolLM2 with a reward for failures, and without
     python tests/bench learned-search  searches that learn against frozen ones; two hours
