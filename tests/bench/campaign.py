@@ -15,6 +15,7 @@ WORLD = "env.py flatlab/sandbox flatlab/task flatlab/world"
 TRAINING = f"grpo.py flatlab/train {ENGINE} {WORLD}"
 TREES = f"search.py flatlab/tree {ENGINE} {WORLD}"
 IMITATION = "sft.py configs/sft-cpu.yaml configs/grpo-cpu.yaml"
+MUTATED = "grpo.py flatlab/model flatlab/runs flatlab/task flatlab/train flatlab/tree flatlab/world"
 
 # Section -> its flags, and the code that it measures. The short sections come first. A number is
 # quoted with these flags.
@@ -30,7 +31,7 @@ PLAN = {
     "soak": ("", WORLD),
     "growth": ("--count 3000", "search.py flatlab/tree flatlab/runs"),
     "learning": ("", TRAINING),
-    "mutants": ("--count 330", "tests/bench/mutants.py"),
+    "mutants": ("--count 330", MUTATED),
     "search": ("--seeds 0,1,2,3,4,5,6,7,8,9 --jobs 24", TREES),
     "first-submission": ("--model smollm2 --seeds 0", f"configs/prompts {ENGINE} {WORLD}"),
     "partial-credit": ("--seeds 0", TRAINING),
