@@ -26,6 +26,7 @@ import contextlib
 import itertools
 import os
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -36,6 +37,7 @@ from pathlib import Path
 
 from bench.floor import floor
 from bench.measure import (
+    PROJECT,
     compared,
     compete,
     print_result,
@@ -89,6 +91,8 @@ LABELS = {
 }
 GOALS = {("factory", "even"): 5.0, ("factory", "uneven"): 4.5, ("generate", "no"): 1.3}
 
+PICTURE = PROJECT / "docs/pictures/step-floor.png"
+
 
 # ---- the sections
 
@@ -98,7 +102,38 @@ def agent(args):
     variants = ("ours", "ahead1", "ahead2", "factory", "rollout")
     if not GPU:  # where engines are compiled anyway
         variants += ("compiled",)
-    return race(args, variants, turns=4, tokens=TOKENS, waits=("even", "uneven"))
+    headline, rows = race(args, variants, turns=4, tokens=TOKENS, waits=("even", "uneven"))
+    if args.write:
+        PICTURE.write_bytes(picture_of(rows))
+    return headline, rows
+
+
+def picture_of(rows):
+    """Seconds of a step, and its floor as a line: the content of a PNG file."""
+    from flatlab.view import plots
+
+    panels = {}  # kind of waits -> (name, seconds, floor) of each row
+    for what, value, note in rows:
+        waits, _, name = what.partition(": ")
+        least = re.search(r"floor ([\d.]+) s", note)
+        if least:
+            name = name.replace(f", {SAMPLER}", "")
+            panels.setdefault(waits, []).append((name, float(value.split()[0]), float(least[1])))
+    figure = plots.new_figure(plots.PAGE, 2.6)
+    first = None
+    for place, (waits, points) in enumerate(panels.items(), 1):
+        names, seconds, floors = zip(*points)
+        axis = figure.add_subplot(1, len(panels), place, title=waits, sharey=first, xscale="log")
+        first = first or axis
+        axis.plot(floors, names, "|", color="black", markersize=14, label="floor")
+        axis.plot(seconds, names, "o", color=plots.COLOURS[0], label="a step")
+        axis.set_xticks([0.2, 0.5, 1, 2, 5, 10], ["0.2", "0.5", "1", "2", "5", "10"])
+        axis.set_xlabel("seconds")
+        axis.minorticks_off()
+        axis.tick_params(labelleft=place == 1)
+    first.invert_yaxis()
+    figure.legend(*first.get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    return plots.encoded(figure, "png")
 
 
 def ahead(args):
