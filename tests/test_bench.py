@@ -42,10 +42,8 @@ def measured(folder, section, flags, interpreter=sys.executable):
 def test_a_number_says_if_its_code_has_changed_since(tmp_path, monkeypatch):
     def git(*command):
         who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
-        whole = ["git", *who, *command]
-        return subprocess.run(
-            whole, cwd=tmp_path, capture_output=True, check=True, text=True
-        ).stdout
+        options = {"cwd": tmp_path, "capture_output": True, "check": True, "text": True}
+        return subprocess.run(["git", *who, *command], **options).stdout
 
     code, page = tmp_path / "policy.py", tmp_path / "BENCHMARKS.md"
     monkeypatch.setattr(check_prose, "PROJECT", tmp_path)
@@ -60,7 +58,10 @@ def test_a_number_says_if_its_code_has_changed_since(tmp_path, monkeypatch):
     code.write_text("fast")
     [fault] = check_prose.older_than_their_code()
     assert fault.endswith("sync: measure again, or write 'Changed since: policy.py'")
-    page.write_text(page.read_text().replace("\n\n|", "\nChanged since: policy.py (faster)\n\n|"))
+    text = page.read_text()
+    page.write_text(text.replace("\n\n|", "\nChanged since: grpo.py (policy is faster)\n\n|"))
+    assert [*check_prose.older_than_their_code()]  # the reason names nothing
+    page.write_text(text.replace("\n\n|", "\nChanged since: policy.py (faster)\n\n|"))
     assert not [*check_prose.older_than_their_code()]
     page.write_text("# Measured\n\n## sync\n\nCode at 1234567: `policy.py`\n")
     assert not [*check_prose.older_than_their_code()]  # a copy without the history

@@ -55,6 +55,9 @@ def first_submission(args):
     folder = Path("logs", f"first-submission-{args.model}-{args.seeds}-{size}")
     folder.mkdir(parents=True, exist_ok=True)
     only = args.only.split(",") if args.only else []
+    unknown = {*only} - {*TASKS, *VARIANTS}
+    if unknown:
+        raise SystemExit(f"--only has neither tasks nor variants: {', '.join(unknown)}")
     wanted = {}
     for task in [name for name in only if name in TASKS] or TASKS:
         for variant in [name for name in only if name in VARIANTS] or VARIANTS:
