@@ -9,7 +9,6 @@ import random
 import re
 import tarfile
 import time
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,15 +16,12 @@ from types import SimpleNamespace
 import pytest
 
 import search
-from examples import rules as examples
 from flatlab.task.value import improvement
 from flatlab.tree import requests, rules
 from flatlab.tree.nodes import Choice, Node, Tree, code_in
 from helpers import search_config, user_error
 from tasks import load_task
 
-EXAMPLES = {"softmax": rules.Rule(examples.softmax), "signals": rules.Rule(examples.signals)}
-SELECT = search.SELECT | EXAMPLES
 TASK = replace(load_task("titanic", "", ""), baseline=0.0, reference=1.0)
 MIRRORED = replace(TASK, reference=-1.0, higher_is_better=False)
 
@@ -35,7 +31,7 @@ NO_RUN = SimpleNamespace(finished=False, rows=lambda file: [], result={})
 
 def make(select, task=TASK, **config):
     cfg = search_config(select=select, **config)
-    return Tree(task, "tail", 0, cfg, NO_RUN, SELECT[select])
+    return Tree(task, "tail", 0, cfg, NO_RUN, search.SELECT[select])
 
 
 def put(t, parent, score, **more):
@@ -110,7 +106,7 @@ def test_ucb_by_hand():
     assert choose(three("ucb", rule_args=("c=0.5",))).phase == "exploit"
 
 
-DRAFT_FIRST = ["greedy", "random", "ucb", "open_ended", "softmax", "signals"]
+DRAFT_FIRST = ["greedy", "random", "ucb", "open_ended"]
 
 
 @pytest.mark.parametrize("select", DRAFT_FIRST)
@@ -176,32 +172,6 @@ def test_a_line_holds_ancestors_and_descendants_but_the_root_is_alone():
     together = {pair for pair in itertools.permutations(nodes, 2) if rules.same_line(*pair)}
     assert together == {("0.1", "0.1.0"), ("0.1.0", "0.1")}
     assert rules.same_line("0", "0")
-
-
-def test_softmax_by_hand():
-    t = three("softmax", rule_args=("c=0", "tau=0.5"))
-    put(t, "0.0", 0.8)
-    scores = {
-        "0.0": 1.5 - 0.5 * math.log(2),  # 1 + 0.5 * 1 - 0.5 ln 2
-        "0.1": 0.75,  # 0.5 + 0.5 * 0.5
-        "0.0.0": 1 + 1 / 6,  # 1 + 0.5 * (1 * 1 + 2 * 0) / 3
-    }
-    assert choose(t).scores == pytest.approx(scores)
-    weights = {id: math.exp(score / 0.5) for id, score in scores.items()}
-    expected = {id: 4000 * weight / sum(weights.values()) for id, weight in weights.items()}
-    parents = Counter(choose(t, seed).parent for seed in range(4000))
-    assert parents == pytest.approx(expected, abs=120)
-
-
-def test_signals_by_hand():
-    t = three("signals", rule_args=("depth_weight=0",))
-    assert choose(t).scores == {"0.0": 0.0, "0.1": 1.0}
-    t = three("signals")
-    for score in (0.2, 0.4):
-        put(t, "0.1", score)
-    # normalised over 0.0, 0.1, 0.1.0, 0.1.1: regret 0, .5, .75, .5 and depth 1/2, 1/4, 1/3, 1/3
-    scores = {"0.0": 1.0, "0.1": 2 / 3, "0.1.0": 4 / 3, "0.1.1": 1.0}
-    assert choose(t).scores == pytest.approx(scores)
 
 
 def test_mcts_counts_failures_as_the_worst():
@@ -295,9 +265,9 @@ def test_defaults_of_the_rules():
         "linear": {},
     }
     assert rules.FINALISTS == 10
-    usual = {name for name, rule in SELECT.items() if rule == rules.Rule(rule.function)}
-    assert SELECT.keys() - usual == {"bfs", "mcts", "puct", "linear"}
-    bfs, linear = SELECT["bfs"], SELECT["linear"]
+    usual = {name for name, rule in search.SELECT.items() if rule == rules.Rule(rule.function)}
+    assert search.SELECT.keys() - usual == {"bfs", "mcts", "puct", "linear"}
+    bfs, linear = search.SELECT["bfs"], search.SELECT["linear"]
     assert (bfs.debugs, bfs.shared_request, bfs.uses_strategies) == (False, True, True)
     assert (linear.debugs, linear.shared_request, linear.uses_strategies) == (False, False, False)
 
@@ -315,7 +285,7 @@ def test_a_wrong_constant_is_one_sentence():
     for words, sentence in WRONG_CONSTANTS.items():
         name, text = words.split()
         with user_error(sentence):
-            SELECT[name].constants(search_config(select=name, rule_args=(text,)))
+            search.SELECT[name].constants(search_config(select=name, rule_args=(text,)))
 
 
 def test_linear_is_a_chain():
@@ -377,7 +347,7 @@ def test_nothing_is_built_on_a_node_whose_files_are_too_large(select):
         end(t, node, 0.99 if too_large else 0.6, kept=not too_large)
 
 
-@pytest.mark.parametrize("select", SELECT)
+@pytest.mark.parametrize("select", search.SELECT)
 def test_every_rule_decides_the_same_for_m_and_minus_m_and_where_all_nodes_fail(select):
     higher = decisions_of(select, TASK)
     assert len(higher) == 30
