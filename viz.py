@@ -207,7 +207,6 @@ def draw(runs: list, options: Options) -> None:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # a transcript may hold lone surrogates
     cli.show_defaults(Options, {})
     args = [word for word in sys.argv[1:] if word != "--runs"]  # with or without it
     options = {"args": args, "description": __doc__, "config": (tyro.conf.DisallowNone,)}

@@ -5,6 +5,7 @@ In a real browser: click, search, compare; no text becomes markup, no request le
 
 import json
 import math
+import os
 import re
 import shutil
 import signal
@@ -244,6 +245,20 @@ def test_nothing_to_show_is_exit_code_2(tmp_path):
     ):
         with user_error(sentence):
             viz.list_text(stored(tmp_path / "run"), step)
+
+
+# A locale without UTF-8, which Python takes as it is
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+def test_a_locale_without_utf_8(tmp_path):
+    run = stored(tmp_path / "run", episodes={0: [episode(0.7, "± né")]})
+    done = python("viz.py", run.dir, env=os.environ | ASCII)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "± né" in (run.dir / "report.html").read_text("utf-8")
+    done = python("viz.py", run.dir, "--episode", "0", env=os.environ | ASCII)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "? n?" in done.stdout
 
 
 # --------------------------------------------- terminal views and other kinds of runs

@@ -45,7 +45,7 @@ def paragraphs(text: str) -> list[list[str]]:
 
 def faults_of(page: Path):
     """Yields what is too long in a page."""
-    for lines in paragraphs(page.read_text()):
+    for lines in paragraphs(page.read_text(encoding="utf-8")):
         if len(" ".join(lines).split()) > MOST_WORDS:
             yield f"more than {MOST_WORDS} words: {lines[0]}"
         for line in lines:

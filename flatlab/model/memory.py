@@ -162,7 +162,7 @@ def free_bytes(device: str, processes: int = 1) -> int:
 
         torch.cuda.empty_cache()  # what earlier passes have left is free, too
         return torch.cuda.mem_get_info()[0]
-    path = Path("/proc/self/cgroup").read_text().partition("0::/")[2].strip()
+    path = Path("/proc/self/cgroup").read_text(encoding="utf-8").partition("0::/")[2].strip()
     group = Path("/sys/fs/cgroup", path)
     left = [left_in_cgroup(folder) for folder in (group, *group.parents)]
     return min(psutil.virtual_memory().available, *left) // processes

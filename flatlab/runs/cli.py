@@ -187,7 +187,8 @@ def one_sentence(main):
     # `nohup ... &` starts processes with SIGINT ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    sys.stdout.reconfigure(line_buffering=True)  # for those who watch a log
+    # For those who watch a log. A locale or a lone surrogate may be unfit for a character.
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")
     if os.environ.get("NO_COLOR"):
         os.environ["TERM"] = "dumb"  # tyro knows this one only
     try:

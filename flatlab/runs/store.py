@@ -120,7 +120,7 @@ def describe_git() -> str:
     files = [str(file) for file in code_files() if file.is_relative_to(ROOT)]
     for name in output_of("git", "ls-files", "--others", "--", *files).splitlines():
         if (ROOT / name).is_file():
-            text = (ROOT / name).read_text(errors="replace")
+            text = (ROOT / name).read_text(encoding="utf-8", errors="replace")
             parts.append(f"--- {name} (not tracked)\n{text}")
     return "\n".join(parts)
 
@@ -139,7 +139,7 @@ def describe_machine() -> str:
 
 def write_provenance(path: Path, text: str) -> None:
     """Writes `text`. A resumed run appends it if it is new: the file tells the whole story."""
-    before = path.read_text(errors="replace") if path.exists() else ""
+    before = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     if f"\n{before}".endswith(f"\n{text}\n"):
         return
     if before:
@@ -164,7 +164,7 @@ def lock_directory(path: Path):
                 f"{path} is not a run directory: it holds {', '.join(others[:3])}. "
                 "Choose another --name."
             )
-        lock = open(path / ".lock", "a+")
+        lock = open(path / ".lock", "a+", encoding="utf-8")
     except OSError as error:
         raise UserError(f"Cannot write the run directory {path}: {error.strerror}.") from None
     try:

@@ -84,7 +84,7 @@ def wandb_id(directory: Path) -> str:
     path = directory / "wandb_id.txt"
     if not path.exists():
         write_whole(path, uuid.uuid4().hex)
-    return path.read_text()
+    return path.read_text(encoding="utf-8")
 
 
 def step_of(row: dict) -> int:

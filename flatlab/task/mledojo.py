@@ -89,7 +89,7 @@ def describe(files: dict[str, Path]) -> dict:
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(source)
         argv = [sys.executable, "-I", "grade_mledojo.py", "--describe"]
-        done = subprocess.run(argv, cwd=folder, capture_output=True, text=True)
+        done = subprocess.run(argv, cwd=folder, capture_output=True, encoding="utf-8")
     if done.returncode:
         raise UserError(
             f"The metric {files['metric.py']} cannot be run by {sys.executable}: "

@@ -133,7 +133,7 @@ def save_adapter(policy, job, name: str, evaluation: dict | None = None) -> None
         with job.run.whole_directory(name) as folder:
             policy.save(folder)
             if evaluation:
-                (folder / EVALUATION).write_text(json.dumps(evaluation))
+                (folder / EVALUATION).write_bytes(json.dumps(evaluation).encode())
     job.ranks.gather(None)
 
 

@@ -212,7 +212,7 @@ def join(timeout: float = 24 * 3600) -> Ranks:
     store = distributed.PrefixStore("flatlab", store)
     group = distributed.ProcessGroupGloo(store, rank, world, timedelta(seconds=timeout))
     if rank:
-        sys.stdout = open(os.devnull, "w")  # rank 0 says what happens
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # rank 0 says what happens
     ranks = Ranks(rank, world, group)
     # The group's threads must be joined before the interpreter ends, so it is dropped at exit.
     atexit.register(setattr, ranks, "group", None)

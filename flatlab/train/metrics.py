@@ -86,7 +86,7 @@ def peak_bytes(device: str = "cpu") -> int:
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         return peak
-    status = Path("/proc/self/status").read_text()
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
     return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", status)[1])
 
 

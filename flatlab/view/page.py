@@ -83,7 +83,7 @@ def write(runs: list[RunData], format="png") -> list[Path]:
     environment.globals |= {"base64": base64, "columns": columns, "compare": compare}
     environment.globals |= {"episodes": episodes, "reader": reader, "results": results}
     environment.globals |= {"sample": sample, "tree": tree}
-    template = environment.from_string(TEMPLATE.read_text())
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     folder = folder_of(runs)
     paths = draw(runs, folder, format)
     html = template.render(

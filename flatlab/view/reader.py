@@ -59,7 +59,7 @@ class RunData:
         lock has ended. Taking the lock could stop a writer.
         """
         lock = self.dir / ".lock"
-        pid = lock.read_text().strip() if lock.exists() else "none"
+        pid = lock.read_text(encoding="utf-8").strip() if lock.exists() else "none"
         status = self.result.get("status", "unknown")
         return "killed" if status == "running" and not Path("/proc", pid).exists() else status
 

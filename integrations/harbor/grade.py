@@ -57,8 +57,8 @@ def read_reward() -> float:
     """The reward of that name, or the first one. Raises OSError or ValueError if there is none."""
     file = Path(f"{REWARD}.json")
     if not file.exists():
-        return float(Path(f"{REWARD}.txt").read_text())
-    rewards = json.loads(file.read_text())
+        return float(Path(f"{REWARD}.txt").read_text(encoding="utf-8"))
+    rewards = json.loads(file.read_text(encoding="utf-8"))
     return rewards.get("reward", next(iter(rewards.values()), None))
 
 

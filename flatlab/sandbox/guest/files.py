@@ -177,5 +177,5 @@ def remove(path):
 def holds_mount(path):
     """Returns whether something is mounted at a path or below it."""
     path = path.replace(" ", "\\040")  # as mountinfo writes it
-    with open("/proc/self/mountinfo") as file:
+    with open("/proc/self/mountinfo", encoding="utf-8") as file:
         return any(f"{line.split(' ')[4]}/".startswith(f"{path}/") for line in file)

@@ -58,7 +58,7 @@ def libc(name, *args):
 
 
 def write(path, text):
-    with open(path, "w") as file:
+    with open(path, "w", encoding="utf-8") as file:
         file.write(text)
 
 

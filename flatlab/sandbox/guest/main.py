@@ -426,8 +426,8 @@ def descendants():
     # waits for it meanwhile.
     for pid in sorted(map(int, filter(str.isdigit, os.listdir("/proc")))):
         # It may just have ended. A process may have any name, also one that is not UTF-8.
-        with suppress(OSError), open(f"/proc/{pid}/stat", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()
+        with suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
             children.setdefault(int(fields[1]), []).append(pid)
             ticks[pid] = sum(map(int, fields[11:15]))
     pids = [os.getpid()]
@@ -441,8 +441,8 @@ def can_run(pids):
     for pid in pids:
         with suppress(OSError):  # it may just have ended
             for thread in os.listdir(f"/proc/{pid}/task"):
-                with open(f"/proc/{pid}/task/{thread}/stat", errors="replace") as file:
-                    if file.read().rpartition(")")[2].split()[0] in "RD":
+                with open(f"/proc/{pid}/task/{thread}/stat", "rb") as file:
+                    if file.read().rpartition(b")")[2].split()[0] in b"RD":
                         return True
     return False
 
