@@ -1,16 +1,16 @@
 """Tree search with a language-model agent: many attempts at one task, each built on earlier ones.
 
-    python search.py --task titanic --sampling-mode tail       laptop: the stand-in model, 2 minutes
+    python search.py --task titanic                            laptop: the stand-in model, 2 minutes
     python search.py --task titanic --sampling-mode none tail --seed 0 1 2        a grid of 6 trees
     python search.py --task titanic --select mcts --nodes 30 --model logs/grpo-titanic-tiny-0/best
-    python viz.py logs/search-titanic-tail-tiny-0              the tree
+    python viz.py logs/search-titanic-none-tiny-0              the tree
 
 The same command again resumes a search. examples/learn.py also trains the model while it searches.
 
 One node, in reading order (flatlab/ left out):
 1. decide: a rule (tree/rules.py) picks the finished node to build on. The root is the baseline.
-2. propose: the model lists strategies with their probabilities, and one of them is taken; ask and
-   parse (tree/requests.py).
+2. propose: with a --sampling-mode the model lists strategies with their probabilities, and one of
+   them is taken; ask and parse (tree/requests.py).
 3. play_node: run_episode (world/episode.py) in a copy of the parent's files, without its artefact.
    A bounded summary of the parent replaces its conversation: situation (tree/requests.py).
 4. Tree.keep, Tree.record (tree/nodes.py): the validation score and a row of journal.jsonl.
@@ -166,8 +166,9 @@ class Config:
     seed: tuple[int, ...] = (0,)  # seed of choices and samples; several: one tree each
     nodes: int = 12  # executed nodes per tree, failed ones too
     # how strategies are asked for. none: not at all; sequence: as a list; uniform: equally probable
-    # ones; tail: each less probable than tau; local: variations of the parent's
-    sampling_mode: tuple[Literal[*MODES], ...] = ("tail",)
+    # ones; tail: each less probable than tau; local: variations of the parent's. The modes are
+    # experiments: none of them was measured to be better than none
+    sampling_mode: tuple[Literal[*MODES], ...] = ("none",)
     select: Literal[*SELECT] = "bfs"  # rule that picks the node to build on
     workers: int = 4  # nodes that run at the same time, over all trees
     # OpenAI-compatible endpoint to sample from, as http://localhost:8000/v1; key: $OPENAI_API_KEY
@@ -481,8 +482,11 @@ def default_name(script: str, cfg: Config) -> str:
 
 
 def check(cfg: Config) -> None:
-    """Raises UserError for constants that the rule does not have."""
-    SELECT[cfg.select].constants(cfg)
+    """Raises UserError for constants that the rule does not have, or a mode that it ignores."""
+    rule = SELECT[cfg.select]
+    rule.constants(cfg)
+    if not rule.uses_strategies and cfg.sampling_mode != ("none",):
+        raise UserError(f"--select {cfg.select} asks for no strategies: leave out --sampling-mode.")
 
 
 def grow_all(trees: list[Tree], cfg: Config, model) -> None:
@@ -495,8 +499,6 @@ def main(config_class=Config, script=SCRIPT, check=check, grow_all=grow_all) -> 
     cfg = cli.parse_config(config_class, sys.argv[1:])
     check(cfg)
     rule = SELECT[cfg.select]
-    if not rule.uses_strategies:
-        cfg.sampling_mode = ("none",)
     cfg.name = cfg.name or default_name(script, cfg)
     model = complete(cfg)
     console.model_line(cfg, model)

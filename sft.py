@@ -1,6 +1,6 @@
 """Imitation (supervised fine-tuning): train a model with LoRA on the best episodes of stored runs.
 
-    python sft.py --runs logs/search-titanic-tail-tiny-0 --task titanic
+    python sft.py --runs logs/search-titanic-none-tiny-0 --task titanic
     python grpo.py --task titanic --model logs/sft-titanic-tiny-0/best         train from there
 
 The same command again resumes a run. Of each task the best --share of the different episodes that

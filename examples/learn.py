@@ -2,14 +2,14 @@
 (TTT-Discover, arXiv 2601.16175).
 
     python examples/learn.py --task erdosOverlap --nodes 256 --parents 4 --children 8
-    python viz.py logs/learn-erdosOverlap-tail-tiny-0
+    python viz.py logs/learn-erdosOverlap-none-tiny-0
 
 The same command again resumes it. A round: the rule picks --parents nodes, each gets --children
 children, all in flight; they are graded; one update of grpo.py on their episodes; sync; a row of
 metrics.jsonl and a checkpoint.
 
-A group are the children of one parent. They share its files, but each has a strategy of its own in
-its prompt (not with --sampling-mode none). The replies that list strategies are not trained.
+A group are the children of one parent. They share its files; with a --sampling-mode each has a
+strategy of its own in its prompt. The replies that list strategies are not trained.
 """
 
 import asyncio

@@ -115,7 +115,8 @@ class FakeEnv(contextlib.nullcontext):
 def opened(tasks=(TASK,), **config):
     """The trees of a search in logs/a. config: options of search.py."""
     sizes = {"context": 50_000, "max_reply_tokens": 2000, "max_observation_tokens": 2000}
-    cfg = search_config(**{"name": "a", "backend": "local", "workers": 1} | sizes | config)
+    usual = {"name": "a", "backend": "local", "workers": 1, "sampling_mode": ("tail",)}
+    cfg = search_config(**usual | sizes | config)
     return open_trees(cfg, tasks, search.SELECT[cfg.select], None)[0]
 
 
@@ -595,6 +596,7 @@ BAD_INPUT = {
     "--seed 0 -1": "--seed must be from 0 to 4294967295, not -1",
     "--seed 0 0": "--seed has a value twice",
     "--select ucb --rule-args tau=1": "rule ucb has no 'tau'; it has drafts, c",
+    "--select linear --sampling-mode tail": "--select linear asks for no strategies",
     "--model x --url localhost:8/v1": "an address with its scheme, as http://localhost:8000/v1",
     "--model x --url me:secret@localhost:8/v1": "an address with its scheme, as http://local",
 }
@@ -627,7 +629,7 @@ def test_presets_are_flat_and_so_is_config_yaml(preset):
     flags = f"{PROJECT}/configs/{preset}.yaml --model tiny --backend local"
     cfg = parse_config(search.Config, flags.split())
     _, where = prepared(cfg)
-    assert where == Path(f"logs/search-{cfg.select}-titanic-tail-tiny-0")
+    assert where == Path(f"logs/search-{cfg.select}-titanic-none-tiny-0")
     saved = read_mapping(where / "config.yaml")
     assert [key for key in saved if isinstance(saved[key], dict)] == ["fingerprint"]
 
