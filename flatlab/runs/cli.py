@@ -5,10 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import shutil
 import signal
 import sys
-import textwrap
 import traceback
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -47,7 +45,7 @@ def parse_config(config_class, argv: list[str], preset: dict | None = None):
     threads.configure()
     if {"-h", "--help"} & {*flags}:
         show_defaults(config_class, derived_defaults(config_class))
-        print(fitted(sys.modules["__main__"].__doc__))  # tyro would join its lines
+        print(sys.modules["__main__"].__doc__)  # tyro would join its lines
     cfg = tyro.cli(
         config_class,
         args=preset + flags,
@@ -56,20 +54,6 @@ def parse_config(config_class, argv: list[str], preset: dict | None = None):
     )
     check_bounds(cfg)
     return cfg
-
-
-def fitted(doc: str) -> str:
-    """A docstring with lines that fit into the terminal: paragraphs and items are filled anew,
-    indented lines stay lines of their own.
-    """
-    width = min(100, shutil.get_terminal_size().columns)
-    lines = []
-    for line in re.sub(r"(?<=\S)\n {0,3}(?! |\n|\d\. |$)", " ", doc).splitlines():
-        is_item = re.match(r"\d\. ", line)
-        indent = " " * (8 if line.startswith(" ") else 3 if is_item else 0)
-        lines += textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False)
-        lines += [""] * (not line)
-    return "\n".join(lines)
 
 
 def with_task(flags: list[str]) -> list[str]:
