@@ -73,7 +73,6 @@ from policy import Policy, lora_settings
 
 NO_SUBMISSION = -1.0  # reward without a valid submission; no reward may fall below it
 SKIP_GRAD_NORM = 100.0  # an update with a larger gradient norm, or with NaN, is skipped
-ENTROPY_BONUS = 0.0  # weight of the entropy in the loss, which rewards it
 IS_CAP = 2.0  # upper bound on a token's importance weight (truncated importance sampling)
 WARMUP = 4  # steps until the full learning rate
 ADAMW = {"betas": (0.9, 0.99), "weight_decay": 0.0}
@@ -500,7 +499,7 @@ def micro_loss(policy, part: list, cfg: Config, meter: Meter, epoch: int, kl_wei
     if kl_weight is not None:
         with torch.no_grad():
             base, _ = policy.logprobs(pairs, base=True)
-    logp, entropy = policy.logprobs(pairs, entropy_learns=ENTROPY_BONUS > 0)
+    logp, entropy = policy.logprobs(pairs)
 
     # A token whose log-prob is not finite is left out.
     lost = ~(logp.isfinite() & old.isfinite() & base.isfinite())
@@ -511,8 +510,6 @@ def micro_loss(policy, part: list, cfg: Config, meter: Meter, epoch: int, kl_wei
         kl = kl_to_base(logp, base)
         meter.add("mean", kl=kl, base_diff=(logp - base).abs())
         loss = loss + kl_weight * kl
-    if ENTROPY_BONUS:
-        loss = loss - ENTROPY_BONUS * entropy
     loss = loss.masked_fill(lost, 0.0) * column(part, "weight", policy.device)
     meter.add("sum", loss=loss, lost_tokens=lost)
     meter.add("mean", entropy=entropy, clip_share=is_clipped & ~lost)

@@ -387,25 +387,19 @@ class Trainer:
         is_fused = self.model.device.type == "cuda"  # one kernel for all tensors
         return torch.optim.AdamW(self.parameters(), lr, fused=is_fused, **options)
 
-    def logprobs(
-        self,
-        batch: list[tuple[list[int], list[int]]],
-        base: bool = False,
-        entropy_learns: bool = False,
-    ):
+    def logprobs(self, batch: list[tuple[list[int], list[int]]], base: bool = False):
         """Log-probability and entropy (nats) of the tokens whose mask is 1.
 
         batch: B pairs (tokens, mask), each of one length. base: of the reference of the KL, see
         set_reference; without gradient. Returns two (N,) tensors, N = sum of all masks, sequence by
-        sequence. The entropy has a gradient only with entropy_learns, which costs one more matrix
-        product, and is None under torch.no_grad().
+        sequence. The entropy has no gradient, and is None under torch.no_grad().
         """
         adapter = contextlib.nullcontext()
         if base:
             adapter = self._using(self._reference) if self._reference else self._without_adapter()
         with adapter:
             hidden, targets = self.hidden_states(batch)
-        return self.logprobs_of(hidden, targets, entropy_learns)
+        return self.logprobs_of(hidden, targets)
 
     def hidden_states(self, batch: list[tuple[list[int], list[int]]]):
         """Last hidden states (N, D) before each token whose mask is 1, and these tokens (N,)."""
@@ -422,7 +416,7 @@ class Trainer:
         device = self.model.device.type
         return hidden_states(inner, batch, device, self.packs, self.uses_varlen)
 
-    def logprobs_of(self, hidden, targets, entropy_learns: bool = False):
+    def logprobs_of(self, hidden, targets):
         """Log-probability and entropy of the targets (N,) after these hidden states (N, D), as
         logprobs() returns them.
 
@@ -435,7 +429,7 @@ class Trainer:
         chunk = max(1, memory.MOST_LOGITS // len(head.weight))
         if chunk > memory.TILE:
             chunk = memory.TILE * math.ceil(chunk / memory.TILE)
-        return TokenLogProbs.apply(hidden, targets, head, chunk, entropy_learns)
+        return TokenLogProbs.apply(hidden, targets, head, chunk)
 
     def set_reference(self, folder) -> None:
         """Makes the adapter in `folder` the reference of the KL term; without a call it is the base

@@ -83,11 +83,11 @@ class ActorCritic(Policy):
         """Estimates of the reward, (N,), after these hidden states (N, D)."""
         return self.head(hidden.float())[:, 0]
 
-    def logprobs_of(self, hidden, targets, entropy_learns: bool = False):
+    def logprobs_of(self, hidden, targets):
         """Also keeps the estimates, of the same forward pass, for the loss."""
         if self.head:
             self.estimates = self.values(hidden)
-        return super().logprobs_of(hidden, targets, entropy_learns)
+        return super().logprobs_of(hidden, targets)
 
     def save(self, folder) -> None:
         super().save(folder)

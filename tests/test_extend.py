@@ -21,7 +21,6 @@ logp = torch.zeros(2, requires_grad=True)
 loss = grpo.LOSSES["tis"]
 value, clipped = loss.function(logp, torch.tensor([0.0, -2.0]), torch.ones(2), None, cfg)
 assert clipped.tolist() == [False, True] and loss.weight(1, 4, 1, cfg) == 0.25
-assert grpo.ENTROPY_BONUS == 0.01
 over_best = grpo.ADVANTAGES["over_best"]
 assert over_best([0.5, 0.25, 1.0]) == [-0.5, -0.75, 0.5] and over_best([1, 1, 0]) == [0, 0, -1]
 assert "torch.optim.RMSprop" in inspect.getsource(grpo.train)
@@ -85,6 +84,6 @@ def test_the_diffs_of_the_documentation(tmp_path):
             path = apply(files, diff)
             assert f"`{path.relative_to(tmp_path)}`" in section
             count += 1
-    assert count == 17
+    assert count == 16
     done = python("-c", ADDED, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-1500:]

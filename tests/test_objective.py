@@ -323,9 +323,9 @@ def test_bounds_of_the_losses_and_constants_of_the_update():
     for line, (name, loss) in zip(lines, grpo.LOSSES.items(), strict=True):
         found = (name, loss.clip_low, loss.clip_high, loss.supports_off_policy)
         assert " ".join(map(str, found)) == line
-    constants = (grpo.NO_SUBMISSION, grpo.SKIP_GRAD_NORM, grpo.ENTROPY_BONUS, grpo.IS_CAP)
+    constants = (grpo.NO_SUBMISSION, grpo.SKIP_GRAD_NORM, grpo.IS_CAP)
     constants += (grpo.WARMUP, grpo.EPOCHS, grpo.MAX_GRAD_NORM, grpo.KL_SHARE)
-    assert constants == (-1, 100, 0, 2, 4, 1, 1, 0.25)
+    assert constants == (-1, 100, 2, 4, 1, 1, 0.25)
     assert grpo.ADAMW == {"betas": (0.9, 0.99), "weight_decay": 0.0}
 
 

@@ -303,11 +303,10 @@ def of_logits(logits, targets):
     return logp, -(full.exp() * full).sum(-1)
 
 
-def loss_and_grads(logprobs, policy, batch, bonus=0.0):
+def loss_and_grads(logprobs, policy, batch):
     policy.model.zero_grad()
     logp, entropy = logprobs(batch)
-    loss = logp + bonus * entropy if bonus else logp
-    (loss * torch.linspace(-1, 1, len(logp))).sum().backward()
+    (logp * torch.linspace(-1, 1, len(logp))).sum().backward()
     grads = [p.grad.clone() for p in policy.parameters()]
     policy.model.zero_grad()
     return logp.detach(), entropy.detach(), grads
@@ -354,8 +353,7 @@ VARLEN = {"varlen": later_varlen_by_hand, "varlen, torch 2.11": varlen_by_hand}
 
 @pytest.mark.parametrize("batch", [BATCH, COMMON])
 @pytest.mark.parametrize("way", ["packed", "padded", *VARLEN])
-@pytest.mark.parametrize("bonus", [0.0, 0.7])
-def test_logprobs_are_those_of_a_forward_pass_per_sequence(policy, monkeypatch, batch, way, bonus):
+def test_logprobs_are_those_of_a_forward_pass_per_sequence(policy, monkeypatch, batch, way):
     """Entropies and gradients, too; a common prompt is computed once."""
 
     def by_hand(batch):
@@ -374,9 +372,8 @@ def test_logprobs_are_those_of_a_forward_pass_per_sequence(policy, monkeypatch, 
     assert common_prompt(COMMON) == 39
     # four positions at a time
     monkeypatch.setattr(memory, "MOST_LOGITS", 4 * policy.model.config.vocab_size)
-    ours = partial(policy.logprobs, entropy_learns=bonus > 0)
-    logp, entropy, grads = loss_and_grads(ours, policy, batch, bonus)
-    expected, spread, wanted = loss_and_grads(by_hand, policy, batch, bonus)
+    logp, entropy, grads = loss_and_grads(policy.logprobs, policy, batch)
+    expected, spread, wanted = loss_and_grads(by_hand, policy, batch)
     assert torch.allclose(logp, expected, atol=1e-5)
     assert torch.allclose(entropy, spread, atol=1e-5)
     for a, b in zip(wanted, grads):
@@ -459,14 +456,14 @@ def test_log_probs_of_capped_logits_and_their_gradients(dtype, atol, error):
         return of_logits(head.cap * torch.tanh(logits / head.cap), targets)
 
     def ours(hidden):
-        return TokenLogProbs.apply(hidden, targets, head, 5, True)
+        return TokenLogProbs.apply(hidden, targets, head, 5)
 
     start = (0.2 * torch.randn(12, 64)).to(dtype)
     results = []
     for function, precision in ((ours, dtype), (by_hand, torch.float32)):
         hidden = start.to(precision, copy=True).requires_grad_()
         logp, entropy = function(hidden)
-        (logp * torch.arange(12) + 0.7 * entropy).sum().backward()
+        (logp * torch.arange(12)).sum().backward()
         results.append([logp.detach(), entropy.detach(), hidden.grad])
     (*values, gradient), (*expected, exact) = results
     assert all_close(values, expected, atol)

@@ -296,41 +296,35 @@ def head_of(causal_lm, temperature: float) -> Head:
 
 
 class TokenLogProbs(torch.autograd.Function):
-    """Log-probabilities of tokens and entropies, without keeping logits for the backward pass."""
+    """Log-probabilities of tokens, and entropies, which have no gradient. No logits are kept for
+    the backward pass.
+    """
 
     @staticmethod
-    def forward(ctx, hidden, targets, head, chunk, entropy_learns):
+    def forward(ctx, hidden, targets, head, chunk):
         """hidden: (N, D). targets: (N,). head: a Head. Returns two (N,) tensors in nats; without
-        gradient the entropy is None.
-
-        Logits exist for `chunk` tokens at a time. entropy_learns: the entropy has a gradient, too.
+        gradient the entropy is None. Logits exist for `chunk` tokens at a time.
         """
         learns = ctx.needs_input_grad[0]
         chunks = zip(hidden.split(chunk), targets.split(chunk))
-        scored = [token_logprobs(h, y, head, learns, entropy_learns) for h, y in chunks]
-        logps, entropies, slopes, entropy_slopes = zip(*scored)
+        logps, entropies, slopes = zip(*(token_logprobs(h, y, head, learns) for h, y in chunks))
         if not learns:
             return torch.cat(logps), None
-        parts = [slopes, entropy_slopes] if entropy_learns else [slopes]
-        ctx.save_for_backward(*map(torch.cat, parts))
+        ctx.save_for_backward(torch.cat(slopes))
         entropy = torch.cat(entropies)
-        if not entropy_learns:
-            ctx.mark_non_differentiable(entropy)
+        ctx.mark_non_differentiable(entropy)
         return torch.cat(logps), entropy
 
     @staticmethod
-    def backward(ctx, grad_logp, grad_entropy):
-        slope, *entropy_slope = ctx.saved_tensors
-        grad_hidden = grad_logp[:, None] * slope
-        if entropy_slope:
-            grad_hidden += grad_entropy[:, None] * entropy_slope[0]
-        return grad_hidden.to(slope.dtype), None, None, None, None
+    def backward(ctx, grad_logp, _):
+        [slope] = ctx.saved_tensors
+        return (grad_logp[:, None] * slope).to(slope.dtype), None, None, None
 
 
-def token_logprobs(h, target, head: Head, learns: bool, entropy_learns: bool):
+def token_logprobs(h, target, head: Head, learns: bool):
     """log p = z_y - log sum exp z of tokens y with the logits z of `head`. If they learn, also the
-    entropy H and the slopes from d log p / d z_v = 1[v = y] - p_v and
-    d H / d z_v = -p_v (z_v - sum_u p_u z_u), while the probabilities are there; else None.
+    entropy and the slope from d log p / d z_v = 1[v = y] - p_v, while the probabilities are there;
+    else None.
     """
     logits = logits_of(h, head.weight)
     if head.bias is not None:
@@ -342,15 +336,11 @@ def token_logprobs(h, target, head: Head, learns: bool, entropy_learns: bool):
     log_z = logits.logsumexp(-1)
     logp = logits.gather(-1, target[:, None])[:, 0] - log_z
     if not learns:
-        return logp, None, None, None
+        return logp, None, None
     p = (logits - log_z[:, None]).exp_()
-    mean = torch.einsum("nv,nv->n", p, logits)
-    entropy = log_z - mean
-    entropy_slope = None
-    if entropy_learns:
-        entropy_slope = -slope_of(p * (logits - mean[:, None]), logits, head)
+    entropy = log_z - torch.einsum("nv,nv->n", p, logits)
     p.scatter_add_(1, target[:, None], p.new_full((len(p), 1), -1.0))
-    return logp, entropy, -slope_of(p, logits, head), entropy_slope
+    return logp, entropy, -slope_of(p, logits, head)
 
 
 def logits_of(h, weight):
