@@ -3,8 +3,8 @@
     python evaluate.py --task titanic                                          the stand-in model
     python evaluate.py --task titanic --model logs/grpo-titanic-tiny-0/best    a trained adapter
     python evaluate.py --task titanic --url http://localhost:8000/v1 --model Qwen/Qwen3-8B
-    python evaluate.py --suite builtin --model tiny logs/my-run/best           a suite, two models
-    python viz.py logs/evaluate-*                                              compare them
+    python evaluate.py --suite builtin --model logs/my-run/best                a suite
+    python viz.py logs/evaluate-*                                              compare evaluations
 
 The same command again resumes an evaluation. Every episode has a sandbox of its own and a seed that
 no training uses; the same --seed means the same episodes for every model, which are compared in
@@ -12,11 +12,10 @@ pairs. Nothing is selected, so both the validation and the test part are scored.
 replaced once; after that the episode is a fault, which is left out and counted.
 
 A suite is a preset in configs/suites: tasks, attempts, limits. Tasks that this machine cannot play
-are left out. Several models are evaluated one after the other, each in a run of its own.
+are left out. viz.py --suite compares models.
 """
 
 import asyncio
-import copy
 import sys
 import time
 from dataclasses import dataclass, field
@@ -45,13 +44,6 @@ FIRST_SEED = -(10**12)  # of the episodes with --seed 0; those of training are n
 
 
 @dataclass
-class ModelOptions(options.ModelOptions):
-    # Hugging Face names, folders, logs/<run>/best, or tiny (the stand-in): one after the other;
-    # default: Qwen3-4B with a GPU, else tiny
-    model: tuple[str, ...] = ()
-
-
-@dataclass
 class Config:
     """None: computed by DERIVED below, or as the comment says. 0 never means "default"."""
 
@@ -67,7 +59,7 @@ class Config:
     url: str | None = None
 
     tasks: options.TaskOptions = field(default_factory=options.TaskOptions)
-    model: ModelOptions = field(default_factory=ModelOptions)
+    model: options.ModelOptions = field(default_factory=options.ModelOptions)
     sandbox: options.SandboxOptions = field(default_factory=options.SandboxOptions)
     episode: options.EpisodeOptions = field(default_factory=options.EpisodeOptions)
 
@@ -170,34 +162,19 @@ def leave_out_long(policy, tasks: list, cfg: Config, left_out: dict) -> None:
                 print(f"left out {task.name}: {error}")
 
 
-def run_name(cfg: Config, seed: int, part: str, models: int) -> str:
-    """Name of the run of a seed; with a suite, or a name and several models, it ends with the
-    model. part: name of the suite, and of its tasks if it is not the whole suite.
+def run_name(cfg: Config, seed: int, part: str) -> str:
+    """Name of the run of a seed; with a suite it ends with the model. part: name of the suite, and
+    of its tasks if it is not the whole suite.
     """
     name = start.run_name(cfg, seed, SCRIPT)
-    if cfg.suite and not cfg.name:
+    if not cfg.suite:
+        return name
+    if not cfg.name:
         name = f"{SCRIPT}-{part}-{seed}"
-    if cfg.suite or cfg.name and models > 1:
-        name += f"/{model_name(cfg)}"
-    return name
+    return f"{name}/{model_name(cfg)}"
 
 
-def each_model(cfg: Config, part: str) -> list[tuple]:
-    """The configs of the seeds of each --model, and its ModelPath. part: see run_name."""
-    plans = []
-    names = cfg.model.model or (None,)
-    for name in names:
-        one = copy.deepcopy(cfg)
-        one.model.model = name
-        name_of = partial(run_name, part=part, models=len(names))
-        plans.append(start.each_seed(one, name_of))
-    runs = {one.name for cfgs, _ in plans for one in cfgs}
-    if len(runs) < len(names) * len(cfg.seed):
-        raise UserError("Two models have the same name: give each a command and a --name.")
-    return plans
-
-
-def evaluate_model(cfgs: list[Config], model, roots: dict | None) -> list[Path]:
+def evaluate_seeds(cfgs: list[Config], model, roots: dict | None) -> list[Path]:
     """Makes or resumes the run of each seed. Returns their directories. model: a ModelPath. roots:
     see read_suite; None without a suite.
     """
@@ -230,8 +207,6 @@ def evaluate_model(cfgs: list[Config], model, roots: dict | None) -> list[Path]:
                 asyncio.run(evaluate(policy, tasks, numbers, cfg, run))
         console.outcome(run.dir)
         directories.append(run.dir)
-    if policy and not first.url:
-        policy.close()
     return directories
 
 
@@ -255,9 +230,8 @@ def main() -> None:
         part = Path(cfg.suite).stem
         if [*cfg.tasks.task] != suite["settings"].get("task"):
             part += f"-{value_text(cfg.tasks.task)[:100]}"
-    directories = []
-    for cfgs, model in each_model(cfg, part):
-        directories += evaluate_model(cfgs, model, suite["roots"])
+    cfgs, model = start.each_seed(cfg, partial(run_name, part=part))
+    directories = evaluate_seeds(cfgs, model, suite["roots"])
     if cfg.suite:
         print(report(suite, [read_run(where) for where in directories]))
     elif len(directories) > 1:

@@ -278,14 +278,6 @@ class Engine(ChatTokens):
                 if not future.done():
                     future.set_exception(error)
 
-    def close(self) -> None:
-        """Ends the engine and frees its memory, so that another one can start in this process."""
-        from vllm.distributed import cleanup_dist_env_and_memory
-
-        self.engine.engine_core.shutdown()
-        vars(self).clear()  # all that refers to its weights
-        cleanup_dist_env_and_memory()
-
 
 class Trainer:
     """A transformers model with a LoRA adapter, which is trained.

@@ -133,7 +133,6 @@ SHOWN = {
 PLAYED = {
     "--suite nope": "configs/suites/nope.yaml: No such file",
     "--suite typo.yaml": "Unknown task 'titanicc'; did you mean titanic",
-    "--suite builtin --model tiny tiny": "--model has a value twice",
     "--suite gone.yaml": "None of these tasks can be played here. The file or folder",
     "--suite mlgym": "holds no published results",
 }
