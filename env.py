@@ -31,8 +31,9 @@ from flatlab.task.grading import Score, given_work, grade, read_artefacts
 from flatlab.task.machine import open_sandbox, resolve_backend
 from flatlab.task.sanity import check_grader, warning
 from flatlab.world import prompts
+from flatlab.world.actions import act_bash, score_sentence
 from flatlab.world.blocks import find_bash
-from flatlab.world.episode import act_bash, in_thread, score_sentence
+from flatlab.world.episode import in_thread
 from tasks import load_task
 
 ALL_FILES = 10**9

@@ -36,8 +36,8 @@ from flatlab.errors import UserError, shown  # noqa: E402
 from flatlab.model.chat import Sample  # noqa: E402
 from flatlab.model.endpoint import go_around_proxies, text_of  # noqa: E402
 from flatlab.runs import cli  # noqa: E402
+from flatlab.world.actions import act_command  # noqa: E402
 from flatlab.world.episode import (  # noqa: E402
-    act_command,
     in_thread,
     invoke,
     reply_seed,

@@ -1,4 +1,4 @@
-"""One episode, from the prompt to the score: tokens, turns, the loop around them, and actions.
+"""One episode, from the prompt to the score: tokens, turns, and the loop around them.
 
 `env` is an Env of env.py. `policy` is a Policy of policy.py, or anything with its `context`,
 `render`, `encode`, `decode`, `observation_tokens` and `sample`. A copy of a script may bring its
@@ -15,15 +15,13 @@ from flatlab.errors import SandboxFault, UserError
 from flatlab.model.chat import Sample
 from flatlab.options import EpisodeOptions
 from flatlab.runs.store import packed_tokens
-from flatlab.sandbox.client import Result
-from flatlab.task.definition import Task
 from flatlab.task.grading import Score
 from flatlab.world import prompts
-from flatlab.world.blocks import THOUGHT_ENDS, extract_action
+from flatlab.world.actions import act_bash
+from flatlab.world.blocks import THOUGHT_ENDS
 
 # Threads wait for sandboxes and do not compute. They are started as needed.
 THREADS = ThreadPoolExecutor(512, "sandbox")
-KILLED = 137  # exit code of a process that got SIGKILL, from the kernel if memory is short
 # Observation after a reply of thoughts alone, which an endpoint leaves out
 CUT = (
     "Nothing was run. The reply is empty: it was cut at its limit (--max-reply-tokens), before the "
@@ -168,68 +166,6 @@ class History:
         if len(tokens) > budget:
             raise OverflowError
         return tokens
-
-
-# ------------------------------------------------------------------ actions
-
-
-def act_bash(env, reply: str, timeout: float) -> tuple[str | None, str, str, Score | None]:
-    """Runs the bash block of a reply: (action, observation, status, score of a grading or None).
-
-    env: an Env whose sandbox runs. timeout: seconds.
-    """
-    try:
-        action = extract_action(reply)
-    except ValueError as problem:
-        return None, f"Nothing was run. {problem}", "rejected", None
-    return act_command(env, action, timeout)
-
-
-def act_command(env, action: str, timeout: float) -> tuple[str, str, str, Score | None]:
-    """Runs commands without a block around them; returns the same as act_bash."""
-    word = action.strip()
-    if word == "submit":
-        return action, "Submitted.", "submit", None
-    if word == "validate":
-        score = env.score()
-        status = "validate" if score.valid else "invalid"
-        return action, score_sentence(score, env.task), status, score
-    result = env.sandbox.run(action, timeout, env.task.idle_timeout)
-    return action, *run_text(env, result, timeout), None
-
-
-# ------------------------------------------------------------------ observations
-
-
-def run_text(env, result: Result, timeout: float) -> tuple[str, str]:
-    """(what the agent sees after a command, status of the turn). timeout: seconds."""
-    output = result.output.rstrip("\n") or "(no output)"
-    if result.stopped:
-        note = f"[stopped at the time limit of {timeout:.0f} s, with all background processes]"
-        if result.stopped == "idle":
-            note = (
-                f"[stopped: it used no CPU and printed nothing for {env.task.idle_timeout:g} s; "
-                "all background processes were stopped, too]"
-            )
-        return f"{output}\n{note}", "timeout"
-    if not result.exit_code:
-        return output, "ok"
-    note = f"[exit code {result.exit_code}]"
-    if result.exit_code == KILLED:
-        most = env.sandbox.spec.memory >> 20
-        note = f"[exit code 137: killed, perhaps over the memory limit of {most} MB]"
-    return f"{output}\n{note}", "error"
-
-
-def score_sentence(score: Score, task: Task) -> str:
-    """Text that the agent sees after `validate`."""
-    if not score.valid:
-        return f"No score: {score.message}"
-    value = f"{score.split} {score.metric}: {score.value:.4f}"
-    text = f"{value} (baseline {task.baseline:.4f}, {task.direction})"
-    if score.position is not None:  # a competition with leaderboards
-        text += f"\nposition: {score.position:.4f} (share of the leaderboards that is not better)"
-    return text
 
 
 # ------------------------------------------------------------------ the loop

@@ -94,7 +94,8 @@ async def play_variant(policy, slots, name, variant, file, args):
     """Episodes whose sandbox broke are left out."""
     import env
     from flatlab.options import EpisodeOptions
-    from flatlab.world.episode import act_bash, play, run_episode
+    from flatlab.world.actions import act_bash
+    from flatlab.world.episode import play, run_episode
     from tasks import load_task
 
     changes, runs_python = VARIANTS[variant]
@@ -124,8 +125,8 @@ async def play_variant(policy, slots, name, variant, file, args):
 
 def act_program(env, reply, timeout):
     """act_bash, but a block marked python that is alone in its reply is run as a program."""
+    from flatlab.world.actions import act_bash, act_command
     from flatlab.world.blocks import find_blocks, without_thought
-    from flatlab.world.episode import act_bash, act_command
 
     try:
         blocks = find_blocks(without_thought(reply))

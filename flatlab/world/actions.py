@@ -1,0 +1,70 @@
+"""The action of a reply, and the observation that the agent reads after it.
+
+`env` is an Env of env.py whose sandbox runs; `timeout` is in seconds.
+"""
+
+from flatlab.sandbox.client import Result
+from flatlab.task.definition import Task
+from flatlab.task.grading import Score
+from flatlab.world.blocks import extract_action
+
+KILLED = 137  # exit code of a process that got SIGKILL, from the kernel if memory is short
+
+
+def act_bash(env, reply: str, timeout: float) -> tuple[str | None, str, str, Score | None]:
+    """Runs the bash block of a reply: (action, observation, status, score of a grading or None).
+
+    env: an Env whose sandbox runs. timeout: seconds.
+    """
+    try:
+        action = extract_action(reply)
+    except ValueError as problem:
+        return None, f"Nothing was run. {problem}", "rejected", None
+    return act_command(env, action, timeout)
+
+
+def act_command(env, action: str, timeout: float) -> tuple[str, str, str, Score | None]:
+    """Runs commands without a block around them; returns the same as act_bash."""
+    word = action.strip()
+    if word == "submit":
+        return action, "Submitted.", "submit", None
+    if word == "validate":
+        score = env.score()
+        status = "validate" if score.valid else "invalid"
+        return action, score_sentence(score, env.task), status, score
+    result = env.sandbox.run(action, timeout, env.task.idle_timeout)
+    return action, *run_text(env, result, timeout), None
+
+
+# ------------------------------------------------------------------ observations
+
+
+def run_text(env, result: Result, timeout: float) -> tuple[str, str]:
+    """(what the agent sees after a command, status of the turn). timeout: seconds."""
+    output = result.output.rstrip("\n") or "(no output)"
+    if result.stopped:
+        note = f"[stopped at the time limit of {timeout:.0f} s, with all background processes]"
+        if result.stopped == "idle":
+            note = (
+                f"[stopped: it used no CPU and printed nothing for {env.task.idle_timeout:g} s; "
+                "all background processes were stopped, too]"
+            )
+        return f"{output}\n{note}", "timeout"
+    if not result.exit_code:
+        return output, "ok"
+    note = f"[exit code {result.exit_code}]"
+    if result.exit_code == KILLED:
+        most = env.sandbox.spec.memory >> 20
+        note = f"[exit code 137: killed, perhaps over the memory limit of {most} MB]"
+    return f"{output}\n{note}", "error"
+
+
+def score_sentence(score: Score, task: Task) -> str:
+    """Text that the agent sees after `validate`."""
+    if not score.valid:
+        return f"No score: {score.message}"
+    value = f"{score.split} {score.metric}: {score.value:.4f}"
+    text = f"{value} (baseline {task.baseline:.4f}, {task.direction})"
+    if score.position is not None:  # a competition with leaderboards
+        text += f"\nposition: {score.position:.4f} (share of the leaderboards that is not better)"
+    return text
