@@ -58,6 +58,7 @@ from flatlab.train.batch import (
     draw_kl_weights,
     gather_groups,
     micro_batches,
+    pairs_of,
     plan_step,
     sequence_numbers,
     sequences_of,
@@ -463,14 +464,11 @@ def optimize(policy, optimizer, batch: list, micro_loss: Callable, cfg: Config, 
 
     if not job.ranks.sum(len(batch))[0]:
         return {}
-    parts = list(micro_batches(batch, cfg.micro_tokens, policy.packs))
-    # In expectation the KL of every token has the weight cfg.kl.
-    kl_weights = draw_kl_weights(len(parts), KL_SHARE, cfg.kl, f"{cfg.seed} {job.step} kl")
     meter, skipped, grad_norms = Meter(), 0, []
+    micro_tokens = policy.micro_tokens
     for epoch in range(EPOCHS):
-        for part, kl_weight in zip(parts, kl_weights):
-            micro_loss(policy, part, cfg, meter, epoch, kl_weight).backward()
-            stop_if_interrupted()
+        found = policy.within_memory(add_gradients, batch, micro_loss, cfg, job, epoch)
+        meter.rows += found.rows
         # That of the first pass, before the first update: later the two differ by design.
         difference = meter.numbers().get("logprob_diff_mean", 0.0)
         agrees = difference <= policy.diff_limit
@@ -484,14 +482,28 @@ def optimize(policy, optimizer, batch: list, micro_loss: Callable, cfg: Config, 
         grad_norms.append(grad_norm)
     row = meter.numbers(job.ranks)
     row["loss"] /= EPOCHS
+    if policy.micro_tokens < micro_tokens:
+        row["micro_tokens"] = policy.micro_tokens
     return row | {"grad_norm": fmean(grad_norms), "skipped": skipped}
+
+
+def add_gradients(policy, batch: list, micro_loss: Callable, cfg: Config, job, epoch: int) -> Meter:
+    """The gradients of a pass over the batch, micro-batch by micro-batch. Returns their numbers."""
+    parts = list(micro_batches(batch, policy))
+    # In expectation the KL of every token has the weight cfg.kl.
+    kl_weights = draw_kl_weights(len(parts), KL_SHARE, cfg.kl, f"{cfg.seed} {job.step} kl")
+    meter = Meter()
+    for part, kl_weight in zip(parts, kl_weights):
+        micro_loss(policy, part, cfg, meter, epoch, kl_weight).backward()
+        stop_if_interrupted()
+    return meter
 
 
 def micro_loss(policy, part: list, cfg: Config, meter: Meter, epoch: int, kl_weight: float | None):
     """The loss of a micro-batch, a scalar with gradient; its numbers go to the meter."""
     import torch
 
-    pairs = [(s.tokens, s.mask) for s in part]
+    pairs = pairs_of(part)
     advantage = column(part, "advantage", policy.device)
     old = column(part, "old", policy.device)
     sequence = sequence_numbers(part, policy.device)
@@ -605,8 +617,8 @@ def record(policy, optimizer, groups: list[Group], rows: list[dict], cfg: Config
 
 async def begin(policy, optimizer, cfg: Config, job) -> list[dict]:
     """Resumes the run, or evaluates what training starts from. Returns the rows that are there."""
-    cfg.micro_tokens = policy.fit_micro_tokens(cfg.micro_tokens)
-    print(f"memory   a training pass takes up to {cfg.micro_tokens} tokens")
+    micro_tokens = policy.fit_micro_tokens(cfg.micro_tokens)
+    print(f"memory   a training pass takes up to {micro_tokens} tokens")
     if cfg.ahead:
         await in_trainer(threads.use_all, policy.decode_threads)  # the engine keeps its own
     resume = functools.partial(checkpoint.resume, compared=("untrained", "best"))

@@ -28,6 +28,7 @@ import math
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
@@ -296,7 +297,8 @@ class Trainer:
         self.temperature = temperature
         self._reference = None  # tensors of set_reference
         self.recomputed = 0  # layers, see recompute_layers
-        self.room = 0.0  # bytes for a pass, from fit_micro_tokens; 0: every pass fits
+        self.micro_tokens = memory.MOST_TOKENS["cpu"]  # of a pass, from fit_micro_tokens
+        self.room = 0.0  # bytes for a pass, from fit_micro_tokens; 0: not yet known
         config = LoraConfig(**lora, lora_dropout=0.0, task_type="CAUSAL_LM")
         self.model = get_peft_model(base, config)
         self.model.eval()  # no dropout: trainer and engine compute the same function
@@ -314,12 +316,12 @@ class Trainer:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
     def fit_micro_tokens(self, wanted: int | None = None) -> int:
-        """Tokens of a training pass: as wanted, or what fits.
+        """Sets micro_tokens, the tokens of a training pass, and returns them: as wanted, or fewer
+        if these do not fit.
 
         From now on each pass recomputes as few layers as necessary. On a GPU, and if a pass over a
         whole context has to, what fits is meant with all of them recomputed.
         """
-        largest = max(self.context, wanted or 0)
         free = memory.free_bytes(self.device, threads.whole_number("WORLD_SIZE", 1))
         config = self.model.config.get_text_config()
         self.sizes = sizes = config, self.dtype.itemsize, self.uses_varlen
@@ -327,17 +329,18 @@ class Trainer:
             free -= memory.prefill_bytes(*sizes[:2])  # of the engine, which may work meanwhile
             # gradients and the two moments of AdamW
             free -= 12 * sum(p.numel() for p in self.parameters())
-        share = memory.SHARE_OF_FREE[self.device]
-        self.room = share * free
+        self.room = memory.SHARE_OF_FREE[self.device] * free
         layers = config.num_hidden_layers
+        most = wanted or memory.MOST_TOKENS[self.device]
+        largest = max(self.context, wanted or 0)
+        is_tight = memory.layers_to_recompute(largest, sizes, free) > 0
+        recomputed = layers if is_tight or self.device == "cuda" else 0
+        tokens = memory.fit_micro_tokens(free, most, self.device, sizes, recomputed)
+        self.micro_tokens = tokens
+        if wanted and tokens < wanted:
+            print(f"memory   --micro-tokens {wanted} does not fit: passes of {tokens} do")
+        largest = max(self.context, tokens)
         count = memory.layers_to_recompute(largest, sizes, free)
-        most = memory.MOST_TOKENS[self.device]
-        tokens = wanted
-        if not wanted:
-            recomputed = layers if count or self.device == "cuda" else 0
-            tokens = memory.fit_micro_tokens(free, most, share, sizes, recomputed)
-        if not memory.layers_to_recompute(max(largest, tokens), sizes, self.room):
-            self.room = 0.0
         if count:
             print(
                 f"memory   a pass over {largest} tokens recomputes {count} of {layers} layers: "
@@ -350,6 +353,23 @@ class Trainer:
                 f"{free / 2**30:.1f} are free: the run may end there; lower --context"
             )
         return tokens
+
+    def within_memory(self, learn: Callable, *args):
+        """Returns learn(self, *args), which adds gradients to none. If the GPU's memory runs out,
+        it is called once more, with half of micro_tokens and of the memory for a pass.
+        """
+        import torch
+
+        try:
+            return learn(self, *args)
+        except torch.OutOfMemoryError:
+            self.micro_tokens //= 2
+            self.room /= 2
+        # The failed pass keeps its memory until the error is gone.
+        print(f"memory   was used up: from now on a pass takes up to {self.micro_tokens} tokens")
+        for p in self.parameters():
+            p.grad = None
+        return learn(self, *args)
 
     def recompute_layers(self, count: int) -> None:
         """Gradient checkpointing: only the inputs of the first `count` layers are kept for the
@@ -393,14 +413,23 @@ class Trainer:
             hidden, targets = self.hidden_states(batch)
         return self.logprobs_of(hidden, targets)
 
+    def pass_tokens(self, batch: list[tuple[list[int], list[int]]]) -> int:
+        """Tokens of a pass over this batch, by which its memory is estimated."""
+        from flatlab.model.packing import row_tokens
+
+        weight = 0.0
+        if self.uses_varlen:
+            weight = memory.copy_weight(self.model.config.get_text_config())
+        return row_tokens(batch, self.packs, weight)
+
     def hidden_states(self, batch: list[tuple[list[int], list[int]]]):
         """Last hidden states (N, D) before each token whose mask is 1, and these tokens (N,)."""
         import torch
 
-        from flatlab.model.packing import hidden_states, row_tokens
+        from flatlab.model.packing import hidden_states
 
         if self.room and torch.is_grad_enabled():
-            tokens = row_tokens(batch, self.packs)
+            tokens = self.pass_tokens(batch)
             count = memory.layers_to_recompute(tokens, self.sizes, self.room)
             if count != self.recomputed:
                 self.recompute_layers(count)

@@ -25,7 +25,7 @@ from flatlab.numbers import counted
 from flatlab.runs import cli, start, store
 from flatlab.task.value import improvement
 from flatlab.train import checkpoint, metrics
-from flatlab.train.batch import TrainSequence, column, micro_batches, sequences_of
+from flatlab.train.batch import TrainSequence, column, micro_batches, pairs_of, sequences_of
 from flatlab.train.job import TrainingRun
 from flatlab.view import console
 from flatlab.world.episode import Episode, History
@@ -163,22 +163,28 @@ def batches(episodes: list, cfg: Config):
 # ------------------------------------------------------------------------------ train
 
 
-def update(policy, optimizer, sequences: list[TrainSequence], cfg: Config) -> float:
+def update(policy, optimizer, sequences: list[TrainSequence]) -> float:
     """One optimizer step on the mean of -log p over the tokens of the replies. Returns this mean,
     in nats.
     """
     import torch
 
-    total = sum(a for s in sequences for a in s.advantage) or 1.0
-    mean = 0.0
-    for part in micro_batches(sequences, cfg.micro_tokens, policy.packs):
-        logp, _ = policy.logprobs([(s.tokens, s.mask) for s in part])
-        loss = -(logp * column(part, "advantage", policy.device)).sum() / total
-        loss.backward()
-        mean += loss.item()
+    mean = policy.within_memory(add_gradients, sequences)
     torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM)
     optimizer.step()
     optimizer.zero_grad()
+    return mean
+
+
+def add_gradients(policy, sequences: list[TrainSequence]) -> float:
+    """The gradients of the mean, which is returned."""
+    total = sum(a for s in sequences for a in s.advantage) or 1.0
+    mean = 0.0
+    for part in micro_batches(sequences, policy):
+        logp, _ = policy.logprobs(pairs_of(part))
+        loss = -(logp * column(part, "advantage", policy.device)).sum() / total
+        loss.backward()
+        mean += loss.item()
     return mean
 
 
@@ -197,7 +203,7 @@ def imitate(policy, transcripts: list[dict], cfg: Config, run) -> None:
         if step < job.step:
             continue
         start = time.perf_counter()
-        loss = update(policy, optimizer, sequences, cfg)
+        loss = update(policy, optimizer, sequences)
         row = {"step": step, "loss": loss, "seconds": time.perf_counter() - start}
         checkpoint.write_step(policy, optimizer, job, row)
         rows.append(row)
@@ -223,7 +229,7 @@ def main() -> None:
             with start.recorded([run], metrics.first_results(tasks, "imitation")):
                 policy = policy or Policy(model, cfg.model, 0, 8, cfg.lora_rank)
                 policy.reset(cfg.seed)
-                cfg.micro_tokens = policy.fit_micro_tokens(cfg.micro_tokens)
+                policy.fit_micro_tokens(cfg.micro_tokens)
                 agreement = asyncio.run(policy.verify())["trained adapter"]
                 print(f"engine   agrees with the trainer: {agreement}")
                 imitate(policy, transcripts, cfg, run)

@@ -63,34 +63,25 @@ class Config(search.Config):
 async def learn(trees: list[Tree], policy, cfg: Config) -> None:
     """Grows one tree after the other, each from the adapter that is there at the start."""
     slots = asyncio.Semaphore(cfg.workers)
-    micro_tokens = policy.fit_micro_tokens()
+    policy.fit_micro_tokens()
     await policy.verify()
     for t in trees:
         await search.begin(t, policy)
         policy.reset(cfg.seed[0])
         if policy.path.adapter:  # the row's kl is against it; the loss has no KL term
             policy.set_reference(policy.path.adapter)
-        await grow(t, slots, micro_tokens)
+        await grow(t, slots)
 
 
-async def grow(t: Tree, slots: asyncio.Semaphore, micro_tokens: int) -> None:
-    """Grows a tree until its budget is spent or the rule has nothing to start.
-
-    micro_tokens: tokens per training pass.
-    """
+async def grow(t: Tree, slots: asyncio.Semaphore) -> None:
+    """Grows a tree until its budget is spent or the rule has nothing to start."""
     policy = t.policy
     optimizer = policy.make_optimizer(t.cfg.lr)
     job = TrainingRun(run=t.run)
     await in_trainer(checkpoint.resume, policy, optimizer, job, Run.truncate_rows)
     policy.sync(job.step)
     # There is no KL term, and replies that were cut at the length limit carry no gradient.
-    cfg = grpo.Config(
-        seed=t.seed,
-        credit="complete",
-        kl=0.0,
-        micro_tokens=micro_tokens,
-        episode=t.cfg.episode,
-    )
+    cfg = grpo.Config(seed=t.seed, credit="complete", kl=0.0, episode=t.cfg.episode)
     while picked := start_round(t):
         playing = []
         async with asyncio.TaskGroup() as together:

@@ -29,6 +29,7 @@ from flatlab.train.batch import (  # noqa: E402
     Meter,
     column,
     micro_batches,
+    pairs_of,
     sequences_of,
     weighted,
 )
@@ -117,9 +118,9 @@ def make_batch(policy, groups: list, cfg: Config, job) -> list:
     episodes = [(e, r) for g in groups for e, r in zip(g.played, g.rewards)]
     batch = [sequences_of(e, [r] * len(e.turns)) for e, r in episodes]
     trained = weighted(batch, grpo.LOSSES[cfg.loss].weight, cfg, job)
-    for part in micro_batches(trained, cfg.micro_tokens, policy.packs):
+    for part in micro_batches(trained, policy):
         with torch.no_grad():
-            hidden, _ = policy.hidden_states([(s.tokens, s.mask) for s in part])
+            hidden, _ = policy.hidden_states(pairs_of(part))
             found = iter(policy.values(hidden).tolist())
         for s in part:
             s.values = [next(found) for _ in s.old]

@@ -82,6 +82,11 @@ def sentence_of(error: BaseException) -> str:
         return shown(str(error))
     if isinstance(error, SandboxFault):
         return f"The sandbox broke: {error}"
+    if type(error).__name__ == "OutOfMemoryError":  # of torch, which is not imported here
+        return (
+            "The GPU's memory is used up: run the same command again with a lower --micro-tokens "
+            f"or --concurrency to continue. {str(error)[:200]}"
+        )
     if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.E2BIG):
         return f"{error.strerror}: {str(error.filename)[:80]}..."
     if isinstance(error, OSError) and error.errno in UNWRITABLE:

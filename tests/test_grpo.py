@@ -19,6 +19,7 @@ import torch
 
 import env
 import grpo
+from flatlab.errors import sentence_of
 from flatlab.files import read_mapping, read_rows
 from flatlab.model.path import ModelPath
 from flatlab.options import SandboxOptions, TaskOptions, fill_in
@@ -92,11 +93,56 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(policy, update, loss,
     monkeypatch.setattr(grpo, "KL_SHARE", 1.0)
     cfg = configure(CFG, loss=loss, kl=0.05)
     a, whole = update(batch, cfg)
-    b, parts = update(batch, configure(cfg, micro_tokens=30))
+    monkeypatch.setattr(policy, "micro_tokens", 30)
+    b, parts = update(batch, cfg)
     assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
     assert a["kl"] == pytest.approx(b["kl"], abs=1e-6)
     assert all_close(whole, parts, 1e-6)
     assert max(g.abs().max() for g in whole) > 1e-4
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_memory_that_runs_out_in_an_update_halves_its_passes(policy, update, monkeypatch, epochs):
+    """Once for an update, in its last pass: the gradients are those without the failure."""
+    randomise(policy)
+    pieces = random_pieces(policy, n12=1.0, n30=-0.5, n21=0.7)
+    batch = [replace(piece, tokens=[1, 2, 3, 4, *piece.tokens[4:]]) for piece in pieces]
+    monkeypatch.setattr(policy, "diff_limit", 9.0)
+    monkeypatch.setattr(grpo, "EPOCHS", epochs)
+    whole_row, whole = update(batch)
+    for name in ("micro_tokens", "room"):
+        monkeypatch.setattr(policy, name, 0)  # set again now, and as it was afterwards
+    assert policy.fit_micro_tokens(40) == policy.micro_tokens == 40
+    room = policy.room
+    calls, plain = [], grpo.micro_loss
+
+    def fails(*args):
+        calls.append(len(args[1]))
+        loss = plain(*args)
+        if len(calls) in failing:
+            loss.register_hook(lambda grad: out_of_memory())
+        return loss
+
+    def out_of_memory():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(grpo, "micro_loss", fails)
+    failing = {2 * epochs}
+    row, parts = update(batch)
+    assert calls == [2, 1] * epochs + [1, 1, 1]
+    assert (policy.micro_tokens, policy.room) == (20, room / 2)
+    assert all_close(whole, parts, 1e-6)
+    for key in ("loss", "entropy", "compared_tokens"):
+        assert row[key] == pytest.approx(whole_row[key], abs=1e-5), key
+    assert row["micro_tokens"] == 20
+    assert "training passes are smaller" in " ".join(metrics.alarms(row, []))
+    assert "micro_tokens" not in whole_row
+    failing = {len(calls) + 2, len(calls) + 3}  # again, with smaller passes, too
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        update(batch)
+    policy.model.zero_grad()
+    assert "again with a lower --micro-tokens or --concurrency" in sentence_of(error.value)
+    assert sentence_of(RuntimeError("a bug")) == ""
 
 
 def test_a_token_whose_log_prob_is_no_number_is_left_out(policy, update):

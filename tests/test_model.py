@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,10 +60,10 @@ def test_the_estimate_agrees_with_what_was_measured():
     assert memory.bytes_needed(2048, *SIZES, 30) < 2.5 * GIB
 
 
-@pytest.mark.parametrize("name", gpu_sums.SHAPES)
-def test_the_numbers_that_a_layer_keeps_are_counted(monkeypatch, name):
-    """Bytes of all tensors for the backward pass of one more layer and token, on meta tensors, with
-    the varlen attention and the fused norms of a GPU.
+@pytest.fixture
+def kept(monkeypatch):
+    """kept(config, lengths) -> the bytes of all tensors that a forward pass over a packed row keeps
+    for the backward pass, on meta tensors, with the varlen attention and the fused norms of a GPU.
     """
 
     def attention(q, k, v, **_):
@@ -86,9 +87,8 @@ def test_the_numbers_that_a_layer_keeps_are_counted(monkeypatch, name):
 
     monkeypatch.setattr(packing, "fused_norm", fused)
 
-    def kept(layers, tokens):
-        config = gpu_sums.config_of(name)
-        config.num_hidden_layers = layers
+    def kept(config, lengths):
+        tokens = sum(lengths)
         with torch.device("meta"):
             base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
             x = torch.empty(1, tokens, config.hidden_size, dtype=base.dtype, requires_grad=True)
@@ -104,22 +104,56 @@ def test_the_numbers_that_a_layer_keeps_are_counted(monkeypatch, name):
                 storages[storage._cdata] = x, storage.nbytes()
             return x
 
-        layout = packing.Layout([0, tokens], [None] * 2, attention)
+        layout = packing.Layout(lengths, [None] * len(lengths), attention)
         options = {"position_ids": positions, "layout": layout, "use_cache": False}
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             trainer.model.get_base_model().base_model(inputs_embeds=x, **options)
         return sum(size for _, size in storages.values())
 
-    (small, large), (one_small, one_large) = [[kept(n, 128 * k) for k in (1, 3)] for n in (2, 1)]
-    a_token = ((large - small) - (one_large - one_small)) / 256
-    config = gpu_sums.config_of(name)
+    return kept
+
+
+@pytest.mark.parametrize("name", gpu_sums.SHAPES)
+def test_the_numbers_that_a_layer_keeps_are_counted(kept, name):
+    """Bytes of one more layer and token."""
+    config, found = gpu_sums.config_of(name), []
+    for config.num_hidden_layers in (2, 1):
+        found.append(kept(config, [0, 384]) - kept(config, [0, 128]))
+    a_token = (found[0] - found[1]) / 256
     expected = 2 * memory.layer_numbers(config, is_lean=True)
     assert expected <= a_token < 1.02 * expected  # LoRA's products are the rest
 
 
+@pytest.mark.parametrize("name", gpu_sums.SHAPES)
+def test_copies_of_a_common_prompt_take_memory_with_varlen(kept, name):
+    """1 and 40 sequences in rows of 1,280 tokens, 480 of them the prompt's. 40 keep 39 copies more
+    of its keys and values (128 numbers of 8 heads each), and FlashAttention's backward pass makes
+    gradients of them for each head, which no CPU sees.
+    """
+    config = gpu_sums.config_of(name)
+    config.num_hidden_layers = 1
+    copies = 39 * 480
+    more = kept(config, [480, *[20] * 40]) - kept(config, [480, 800])
+    assert more == copies * 2 * (2 * 8 * 128)
+    config = gpu_sums.config_of(name)
+    layers, backward = config.num_hidden_layers, 2 * 128 * (2 * config.num_attention_heads + 2 * 8)
+
+    def needed(tokens):
+        return memory.bytes_needed(tokens, config, 2, True, layers)
+
+    pieces = [([1] * 480 + [n] * 20, [0] * 480 + [1] * 20) for n in range(40)]
+    trainer = SimpleNamespace(model=SimpleNamespace(config=config), packs=True)
+    trainer.uses_varlen = False
+    row = Trainer.pass_tokens(trainer, pieces)
+    assert row == 479 + 40 * 21  # the last token of the prompt is computed for each sequence
+    trainer.uses_varlen = True
+    more = needed(Trainer.pass_tokens(trainer, pieces)) - needed(row)
+    assert more == pytest.approx(40 * 479 * (2 * (2 * 8 * 128) + backward), rel=0.02)
+
+
 def test_the_tokens_of_a_training_pass_follow_from_model_and_memory():
     def fit(free):
-        return memory.fit_micro_tokens(free, 8192, 0.5, SIZES, 0)
+        return memory.fit_micro_tokens(free, 8192, "cpu", SIZES, 0)
 
     assert (fit(16 * GIB), fit(4 * GIB)) == (2048, 512)
     with user_error("The model does not fit: a training pass over 256 tokens needs about 0.8 GiB"):
@@ -131,14 +165,17 @@ def trainer_on(monkeypatch, device, free, config, context):
     monkeypatch.setattr(memory, "free_bytes", lambda *_: free)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     adapter = torch.empty(66_000_000, device="meta")
-    return SimpleNamespace(
+    trainer = SimpleNamespace(
         device=device,
         dtype=dtype,
         context=context,
+        packs=True,
         uses_varlen=device == "cuda",
         model=SimpleNamespace(config=config),
         parameters=lambda: [adapter],
     )
+    trainer.pass_tokens = partial(Trainer.pass_tokens, trainer)
+    return trainer
 
 
 @pytest.mark.parametrize(
@@ -170,7 +207,7 @@ def test_as_few_layers_as_necessary_are_recomputed(
 
 @pytest.mark.parametrize(
     "free, tokens, recomputed",
-    [(9.2, 8192, [33, 36]), (46, 32768, [0, 19]), (107, 32768, [0, 0])],
+    [(9.2, 12867, [33, 36]), (46, 32768, [0, 19]), (107, 32768, [0, 0])],
     ids=["24 GB", "80 GB", "141 GB"],
 )
 def test_a_pass_recomputes_what_its_own_tokens_need(monkeypatch, free, tokens, recomputed):
@@ -187,8 +224,21 @@ def test_a_pass_recomputes_what_its_own_tokens_need(monkeypatch, free, tokens, r
     assert counts == recomputed
     sequences = [TrainSequence([0] * 2049 + [1] * 1919, [0] * 2048 + [1] * 1920, [], [], [])]
     sequences *= 8
-    parts = list(micro_batches(sequences, tokens))
-    assert len(parts) == (1 if tokens > 17408 else 3)
+    parts = list(micro_batches(sequences, trainer))
+    assert len(parts) == (1 if tokens > 17408 else 2)
+
+
+def test_more_tokens_than_fit_into_a_pass_are_not_taken(monkeypatch, capsys):
+    """32,768 as in the preset for 80 GB, on a card of 48 GB: 12.6 GiB are needed, 0.9 of 6.9 are
+    there.
+    """
+    config = gpu_sums.config_of("Qwen/Qwen3-4B-Instruct-2507")
+    trainer = trainer_on(monkeypatch, "cuda", int(9.12 * GIB), config, 16384)
+    assert Trainer.fit_micro_tokens(trainer, 32768) == trainer.micro_tokens == 12867
+    out = capsys.readouterr().out
+    assert "--micro-tokens 32768 does not fit: passes of 12867 do" in out
+    assert "the run may end there" not in out
+    assert Trainer.fit_micro_tokens(trainer, 4096) == 4096
 
 
 def test_the_limits_of_control_groups_count(tmp_path):

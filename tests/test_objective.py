@@ -7,6 +7,7 @@ import copy
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import env
 import grpo
 import helpers
 import training
+from flatlab.model.packing import row_tokens
 from flatlab.numbers import expected_best
 from flatlab.task.value import summary, summary_text, unit, value_of
 from flatlab.train.batch import (
@@ -23,8 +25,8 @@ from flatlab.train.batch import (
     Plan,
     TrainSequence,
     choose_tasks,
-    cost,
     micro_batches,
+    pairs_of,
     plan_step,
     sequences_of,
 )
@@ -431,12 +433,17 @@ def sequence(tokens, prompt=0):
     return TrainSequence(tokens, mask, [], [], [])
 
 
+def passes_of(limit, *how):
+    """A stand-in for a policy with passes of so many tokens. how: see row_tokens."""
+    return SimpleNamespace(micro_tokens=limit, pass_tokens=lambda batch: row_tokens(batch, *how))
+
+
 @pytest.mark.parametrize("packed", [True, False])
 def test_micro_batches_keep_everything_and_the_limit(packed):
     lengths = [5, 7, 10, 40, 41, 90, 100]
     batch = [sequence([0] * length) for length in lengths]
     made = []
-    for part in micro_batches(batch, 100, packed):
+    for part in micro_batches(batch, passes_of(100, packed)):
         sizes = [len(s.tokens) for s in part]
         assert (sum(sizes) if packed else len(part) * max(sizes)) <= 100
         made.append(sizes)
@@ -444,13 +451,16 @@ def test_micro_batches_keep_everything_and_the_limit(packed):
     assert len(made) < len(batch)
 
 
-def test_micro_batches_count_a_common_prompt_once():
+def test_micro_batches_count_a_common_prompt_once_and_copies_of_its_keys_by_their_weight():
     prompt = list(range(200))
     same = [sequence([*prompt, n, n], 200) for n in range(8)]
-    assert cost(same) == 199 + 8 * 3
-    assert [len(part) for part in micro_batches(same, 223)] == [8]
+    assert row_tokens(pairs_of(same)) == 199 + 8 * 3
+    assert [len(part) for part in micro_batches(same, passes_of(223))] == [8]
     other = [sequence([9, *prompt], 200)] * 2
-    assert sorted(map(len, micro_batches(same + other, 1000))) == [2, 8]
+    assert sorted(map(len, micro_batches(same + other, passes_of(1000)))) == [2, 8]
+    assert row_tokens(pairs_of(same), True, 1 / 16) == 223 + 8 * 199 // 16
+    assert row_tokens(pairs_of(same[:1]), True, 1 / 16) == 202  # it sees its own keys
+    assert [len(part) for part in micro_batches(same, passes_of(300, True, 1 / 16))] == [6, 2]
 
 
 def test_a_meter_sums_and_averages_over_micro_batches():

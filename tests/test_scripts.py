@@ -16,6 +16,7 @@ import sft
 from examples import ppo
 from flatlab.files import read_mapping, read_rows, save_tensors
 from flatlab.model.chat import ChatTokens
+from flatlab.model.packing import row_tokens
 from flatlab.model.path import resolve_model
 from flatlab.options import EpisodeOptions
 from flatlab.runs import start, store
@@ -475,8 +476,9 @@ def test_ppo_whitens_its_advantages_and_sets_targets():
     group = Group(0, TASK, episodes, [1.0, 1.0])
     values = torch.tensor([0.1, 0.2, 0.3])
     hidden_states = lambda pairs: (values.repeat(len(pairs)), None)  # noqa: E731
-    critic = SimpleNamespace(packs=True, hidden_states=hidden_states, values=lambda hidden: hidden)
-    batch = ppo.make_batch(critic, [group], configure(CFG, micro_tokens=100), TrainingRun())
+    passes = {"micro_tokens": 100, "pass_tokens": row_tokens, "hidden_states": hidden_states}
+    critic = SimpleNamespace(values=lambda hidden: hidden, **passes)
+    batch = ppo.make_batch(critic, [group], CFG, TrainingRun())
     one = 0.1 / (0.02 / 3) ** 0.5  # returns minus values: 0.9 0.8 0.7, mean 0.8
     for sequence in batch:
         assert sequence.target == pytest.approx([1, 1, 1])

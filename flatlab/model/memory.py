@@ -19,6 +19,9 @@ from flatlab.errors import UserError
 # computes its common prompt once more.
 MOST_TOKENS = {"cpu": 8192, "cuda": 32768}
 LEAST_TOKENS = 256
+# Ratio of the sizes of a pass that are tried. On a CPU a run that is repeated with a little more or
+# less free memory mostly has passes of the same size, so the same rounding.
+NEXT_SMALLER = {"cpu": 1 / 2, "cuda": 7 / 8}
 # Share of the free memory for a training pass. On a CPU the rest is for the optimizer, the episodes
 # and other programs; on a GPU for what this module does not count.
 SHARE_OF_FREE = {"cpu": 0.5, "cuda": 0.9}
@@ -73,6 +76,19 @@ def bytes_needed(tokens: int, config, element_size: int, is_lean: bool, recomput
         kept += 3 * inner_size(config)  # gradients of an MLP
     logits = min(tokens * config.vocab_size, MOST_LOGITS)
     return tokens * kept * element_size + LOGITS_BUFFERS * logits * 4
+
+
+def copy_weight(config) -> float:
+    """Share of a token's memory that a copied key takes, in a pass that recomputes all layers. The
+    copy is of key and value; the backward pass of the attention makes one gradient of both for
+    each head, and their sums.
+    """
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    layers = config.num_hidden_layers
+    token = layers * config.hidden_size + layer_numbers(config, True) + 3 * inner_size(config)
+    return head_dim * (2 * heads + 4 * kv_heads) / token
 
 
 def inner_size(config) -> int:
@@ -179,9 +195,9 @@ def left_in_cgroup(group: Path) -> int:
     return limit - used + int(cache[1])
 
 
-def fit_micro_tokens(free: int, most: int, share: float, sizes: tuple, recomputed: int) -> int:
-    """The number of tokens of a training pass, at most `most`, that fits into this share of the
-    free memory. sizes: the arguments of bytes_needed() between tokens and recomputed.
+def fit_micro_tokens(free: int, most: int, device: str, sizes: tuple, recomputed: int) -> int:
+    """The number of tokens of a training pass, at most `most`, that fits into the device's share of
+    the free memory. sizes: the arguments of bytes_needed() between tokens and recomputed.
 
     Raises UserError if not even LEAST_TOKENS fit.
     """
@@ -190,8 +206,8 @@ def fit_micro_tokens(free: int, most: int, share: float, sizes: tuple, recompute
         return bytes_needed(tokens, *sizes, recomputed)
 
     tokens = most
-    while tokens > LEAST_TOKENS and needed(tokens) > share * free:
-        tokens //= 2
+    while tokens > LEAST_TOKENS and needed(tokens) > SHARE_OF_FREE[device] * free:
+        tokens = max(LEAST_TOKENS, int(tokens * NEXT_SMALLER[device]))
     if needed(tokens) > free:
         raise UserError(
             f"The model does not fit: a training pass over {tokens} tokens needs about "

@@ -361,14 +361,17 @@ def slope_of(weights, logits, head: Head):
     return weights.to(head.weight.dtype) @ head.weight / head.divisor
 
 
-def row_tokens(batch, packed: bool = True) -> int:
+def row_tokens(batch, packed: bool = True, copy_weight: float = 0.0) -> int:
     """Tokens of a forward pass: the common prompt once and the rest of each sequence; if not
-    packed, a padded row for each sequence.
+    packed, a padded row for each sequence. copy_weight: of each sequence's copies of the prompt's
+    keys in attend_varlen(), in tokens of equal memory.
     """
     lengths = [len(tokens) for tokens, _ in batch]
     if not packed:
         return len(batch) * max(lengths)
-    return sum(lengths) - common_prompt(batch) * (len(batch) - 1)
+    prompt = common_prompt(batch) if len(batch) > 1 else 0
+    copied = int(copy_weight * prompt * len(batch))
+    return sum(lengths) - prompt * (len(batch) - 1) + copied
 
 
 def common_prompt(batch: list[tuple[list[int], list[int]]]) -> int:

@@ -132,8 +132,8 @@ def weighted(batch: list[list], weight: Callable, cfg, job) -> list[TrainSequenc
     return sum(batch, [])
 
 
-def micro_batches(sequences: list[TrainSequence], limit: int, packed: bool = True):
-    """Yields parts that cost the trainer at most `limit` tokens, see `cost`.
+def micro_batches(sequences: list[TrainSequence], policy):
+    """Yields parts that cost the trainer at most policy.micro_tokens, see Trainer.pass_tokens.
 
     Sequences that begin alike come together, in order of length. One that is longer than the limit
     makes a part of its own.
@@ -145,18 +145,16 @@ def micro_batches(sequences: list[TrainSequence], limit: int, packed: bool = Tru
     for _, alike in itertools.groupby(sorted(sequences, key=beginning), key=beginning):
         part = []
         for sequence in sorted(alike, key=lambda s: len(s.tokens)):
-            if part and cost([*part, sequence], packed) > limit:
+            if part and policy.pass_tokens(pairs_of([*part, sequence])) > policy.micro_tokens:
                 yield part
                 part = []
             part.append(sequence)
         yield part
 
 
-def cost(part: list[TrainSequence], packed: bool = True) -> int:
-    """Tokens of a forward pass over these sequences."""
-    from flatlab.model.packing import row_tokens
-
-    return row_tokens([(s.tokens, s.mask) for s in part], packed)
+def pairs_of(part: list[TrainSequence]) -> list[tuple[list[int], list[int]]]:
+    """The tokens and the mask of each of these sequences, for Trainer.logprobs."""
+    return [(s.tokens, s.mask) for s in part]
 
 
 def column(part: list[TrainSequence], name: str, device):

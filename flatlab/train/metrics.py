@@ -220,6 +220,11 @@ ALARMS = (  # key of the row, predicate of (value, median of the twenty steps be
     ),
     ("skipped", lambda x, usual: x > 0, "the update was skipped"),
     (
+        "micro_tokens",
+        lambda x, usual: True,  # the column is there after a failure alone
+        "memory was used up, so training passes are smaller from here on",
+    ),
+    (
         "records",
         lambda x, usual: x > 0,
         "better than the reference: the file is in episodes/, under record",

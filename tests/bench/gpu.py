@@ -360,19 +360,21 @@ def passes():
     """The group in passes of at most so many tokens, all layers recomputed: a group that is split
     computes its common prompt once more. Waits: as for .item() after each pass.
     """
-    from flatlab.train.batch import TrainSequence, cost, micro_batches
+    from flatlab.model.packing import row_tokens
+    from flatlab.train.batch import TrainSequence, micro_batches, pairs_of
 
     trainer = bare_trainer()
     trainer.recompute_layers(layers_of(trainer))
     sequences = [TrainSequence(*pair, [], [], []) for pair in equal_group(trainer)]
     for most in size_of((8192, 16384, 32768), (128, 256, 512)):
-        parts = list(micro_batches(sequences, most))
-        tokens = f"{len(parts)} passes, {sum(map(cost, parts))} tokens"
+        trainer.micro_tokens = most
+        parts = [pairs_of(part) for part in micro_batches(sequences, trainer)]
+        tokens = f"{len(parts)} passes, {sum(map(row_tokens, parts))} tokens"
         for waits in (False, True):
             for _ in range(2):
                 begin = time.perf_counter()
                 for part in parts:
-                    logp, _ = trainer.logprobs([(s.tokens, s.mask) for s in part])
+                    logp, _ = trainer.logprobs(part)
                     logp.sum().backward()
                     if waits:
                         logp.sum().item()
