@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from flatlab.numbers import counted
 
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO, errno.ESTALE)
 SECRET = 6  # characters of the shortest key that shown() hides
 
 

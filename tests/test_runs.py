@@ -25,7 +25,7 @@ import search
 import sft
 from examples import learn
 from flatlab import files, options
-from flatlab.errors import SandboxFault, UserError
+from flatlab.errors import SandboxFault, UserError, sentence_of
 from flatlab.model.path import ModelPath
 from flatlab.options import BOUNDS, EpisodeOptions
 from flatlab.runs import cli, start, store, trackers
@@ -101,6 +101,33 @@ def test_second_writer_is_refused_and_lock_dies_with_its_process(tmp_path):
             (tmp_path / ".lock").write_text("")
         other.kill()
     opened(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, capsys, number):
+    monkeypatch.setattr(store.fcntl, "flock", failing(number))
+    run = opened(tmp_path / "run")
+    run.log({"step": 0})
+    warning = f"warning  {run.dir} cannot be locked ({os.strerror(number)}): start no second"
+    assert warning in capsys.readouterr().out
+    assert (run.dir / ".lock").read_text() == f"{os.getpid()}\n"
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
+def test_a_broken_file_system_is_one_sentence(tmp_path, monkeypatch, number):
+    monkeypatch.setattr(store.fcntl, "flock", failing(number))
+    with user_error(f"^Cannot write the run directory {tmp_path}/run: {os.strerror(number)}.$"):
+        opened(tmp_path / "run")
+    assert "run the same command again" in sentence_of(OSError(number, "x", "metrics.jsonl"))
+
+
+def failing(number):
+    """A function that fails with this errno."""
+
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    return fail
 
 
 def test_a_foreign_directory_is_left_alone(tmp_path):
@@ -291,14 +318,10 @@ def test_numbers_and_texts_survive_the_way_through_json(tmp_path):
     assert run.rows() == [{"step": 3, "a": 0.5, "inf": None, "text": text}]
 
 
-def full_disk(*_):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(tmp_path, monkeypatch):
     run = opened(tmp_path)
     run.update_result(status="running")
-    monkeypatch.setattr(files, "to_disk", full_disk)
+    monkeypatch.setattr(files, "to_disk", failing(errno.ENOSPC))
     with pytest.raises(OSError, match="No space left"):
         run.update_result(status="finished")
     with user_error("another"), start.recorded([run]):  # no room to say so

@@ -24,6 +24,7 @@ is ignored, and removed when the run continues.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import functools
 import gzip
@@ -48,6 +49,7 @@ from flatlab.errors import UserError, shown
 from flatlab.files import read_mapping, read_rows, temporary, to_disk, write_whole
 from flatlab.runs.fingerprint import ROOT, code_files
 
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # answers of NFS and Lustre without locks
 WAY_OUT = "Restore it from a copy, or choose another --name."
 
 # ------------------------------------------------------------------ complete files or none
@@ -165,8 +167,16 @@ def lock_directory(path: Path):
                 "Choose another --name."
             )
         lock = open(path / ".lock", "a+", encoding="utf-8")
+        take_lock(lock, path)
+        lock.truncate(0)
+        print(os.getpid(), file=lock, flush=True)
     except OSError as error:
         raise UserError(f"Cannot write the run directory {path}: {error.strerror}.") from None
+    return lock
+
+
+def take_lock(lock, path: Path) -> None:
+    """Locks an open file. On a file system without locks a warning is printed instead."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -176,9 +186,13 @@ def lock_directory(path: Path):
             f"{path} is being written by process {pid}: wait for it to end, "
             "or choose another --name."
         ) from None
-    lock.truncate(0)
-    print(os.getpid(), file=lock, flush=True)
-    return lock
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        print(
+            f"warning  {path} cannot be locked ({error.strerror}): start no second process with "
+            "this --name."
+        )
 
 
 def run_directory(name: str) -> Path:
