@@ -160,6 +160,20 @@ def test_a_name_that_is_no_folder_of_logs_is_refused(name):
         store.run_directory(name)
 
 
+@pytest.mark.parametrize("name", ["logs/a/b", "./logs/a/b/", "logs//a/b", "./a/b"])
+def test_a_name_may_begin_with_logs(name):
+    assert cli.parse_config(grpo.Config, ["--name", name]).name == "a/b"
+
+
+def test_a_name_inside_another_run_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    opened("logs/grid/cell")
+    for name in ("grid/cell/mine", "grid/cell/best/mine"):
+        with user_error(f"^--name {name} lies in the run logs/grid/cell: "):
+            store.run_directory(name)
+    assert str(store.run_directory("grid/other")) == "logs/grid/other"
+
+
 # ------------------------------------------------------------------ what made a run
 
 

@@ -196,13 +196,18 @@ def take_lock(lock, path: Path) -> None:
 
 
 def run_directory(name: str) -> Path:
-    """logs/<name>. Raises UserError for a name that leads out of logs/, is empty or too long."""
+    """logs/<name>. Raises UserError for a name that leads out of logs/ or into a run, is empty or
+    too long.
+    """
     path = Path(name)
     # file systems allow 255 bytes
     if not path.parts or path.is_absolute() or ".." in path.parts or len(name) > 200:
         raise UserError(
             "--name must be the name of a folder in logs/, with at most 200 characters."
         )
+    for folder in path.parents:
+        if Path("logs", folder, "config.yaml").exists():
+            raise UserError(f"--name {name} lies in the run logs/{folder}: choose another one.")
     return Path("logs", path)
 
 
