@@ -21,6 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import flatlab  # noqa: F401 (says what to do without the environment)
+
+# isort: split
 import tyro
 
 from flatlab.errors import UserError

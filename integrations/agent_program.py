@@ -26,11 +26,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from aiohttp import web
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import grpo  # noqa: E402
+
+# isort: split
+from aiohttp import web  # noqa: E402
+
 from env import Step  # noqa: E402
 from flatlab.errors import UserError, shown  # noqa: E402
 from flatlab.model.chat import Sample  # noqa: E402

@@ -4,6 +4,7 @@ once.
 
 import os
 import re
+import sys
 
 from helpers import PROJECT, python
 
@@ -67,6 +68,14 @@ def test_help_loads_nothing_heavy_and_has_every_flag_in_the_docs():
             quoted += re.findall(r" (--[a-z][a-z-]*)", command.partition("#")[0])
         missing |= {(page.name, flag) for flag in quoted if not re.search(rf"{flag}\b", known)}
     assert not missing
+
+
+def test_without_the_environment_a_script_says_what_to_do():
+    for script in [*SCRIPTS, "policy.py", "examples/minimal.py", "examples/ppo.py"]:
+        done = python("-S", script, "--help")
+        said = f"{sys.executable} lacks packages: run `source .venv/bin/activate`, or"
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), script
+        assert done.stderr.startswith(said)
 
 
 def test_the_loop_in_the_readme_is_in_the_example():
