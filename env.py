@@ -237,6 +237,21 @@ def open_tasks(
     return tasks
 
 
+def check_context(tasks: list[Task], cfg, policy, left_out: dict | None = None) -> None:
+    """Raises UserError if the first message of a task is too long. With `left_out`, such tasks
+    stand there by name, with the reason. policy: counts tokens, and has a context.
+    """
+    for task in tasks:
+        with Env(task, cfg.sandbox) as env:
+            try:
+                env.reset(cfg.episode, policy)
+            except UserError as error:
+                if left_out is None:
+                    raise
+                left_out[task.name] = str(error)
+                print(f"left out {task.name}: {error}")
+
+
 # ---------------------------------------------------------------------------------------- by hand
 
 HOW_TO_PLAY = """\

@@ -38,7 +38,7 @@ from flatlab.view import console
 from flatlab.view.reader import read_run
 from flatlab.world.episode import Episode, run_episode, stop_after_faults
 from flatlab.world.prompts import load_prompts
-from policy import open_engine
+from policy import open_engine, token_counter
 
 FIRST_SEED = -(10**12)  # of the episodes with --seed 0; those of training are never that low
 
@@ -151,17 +151,6 @@ def numbers_of(tasks: list, cfg: Config, left_out) -> list[int]:
     return numbers
 
 
-def leave_out_long(policy, tasks: list, cfg: Config, left_out: dict) -> None:
-    """Adds the tasks whose first message does not fit into the context to left_out: name -> why."""
-    for task in tasks:
-        with env.Env(task, cfg.sandbox) as world:
-            try:
-                world.reset(cfg.episode, policy)
-            except UserError as error:
-                left_out[task.name] = str(error)
-                print(f"left out {task.name}: {error}")
-
-
 def run_name(cfg: Config, seed: int, part: str) -> str:
     """Name of the run of a seed; with a suite it ends with the model. part: name of the suite, and
     of its tasks if it is not the whole suite.
@@ -198,11 +187,12 @@ def evaluate_seeds(cfgs: list[Config], model, roots: dict | None) -> list[Path]:
                 most = cfg.episodes * cfg.episode.max_turns
                 tokens = most * cfg.episode.max_reply_tokens
                 print(f"plan     {cfg.episodes} episodes, at most {most} replies, {tokens} tokens")
-                if cfg.url or not policy:  # connections of an endpoint are of one event loop
+                if cfg.url:  # connections of an endpoint are of one event loop
                     policy = open_engine(cfg, model, cfg.seed, cfg.concurrency)
-                if cfg.suite:
-                    leave_out_long(policy, tasks, cfg, left_out)
-                    run.update_result(left_out=left_out)
+                counter = policy or token_counter(cfg, model)
+                env.check_context(tasks, cfg, counter, may_lack)
+                run.update_result(left_out=left_out)
+                policy = policy or open_engine(cfg, model, cfg.seed, cfg.concurrency)
                 numbers = numbers_of(tasks, cfg, left_out)
                 asyncio.run(evaluate(policy, tasks, numbers, cfg, run))
         console.outcome(run.dir)

@@ -68,7 +68,7 @@ from flatlab.train.job import Slots, TrainingRun, in_trainer, join, stop_if_inte
 from flatlab.view import console
 from flatlab.world.episode import play, run_episode
 from flatlab.world.prompts import load_prompts
-from policy import Policy, lora_settings
+from policy import Policy, lora_settings, token_counter
 
 # ================================== the idea: edit here ==================================
 
@@ -692,6 +692,7 @@ def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train, c
         if not job.finished:
             with start.recorded([job.run], metrics.first_results(tasks, "training")):
                 console.banner(cfg)
+                env.check_context(tasks, cfg, policy or token_counter(cfg, model))
                 policy = policy or load_policy(policy_class, cfg, model)
                 policy.reset(cfg.seed)
                 asyncio.run(train(policy, cfg, job))

@@ -68,6 +68,14 @@ def open_engine(cfg, path: ModelPath, seed: int, max_batch: int):
     return Policy(path, cfg.model, seed, max_batch, trains=False)
 
 
+def token_counter(cfg, path: ModelPath) -> ChatTokens:
+    """Counts tokens as the engine does, before one starts; see env.check_context."""
+    with loading("transformers", path.base):
+        counter = ChatTokens(path.base)
+    counter.context = cfg.model.context
+    return counter
+
+
 def lora_settings(path: ModelPath, rank: int | None = None) -> dict:
     """r, lora_alpha and target_modules of the adapter that is trained: those of the adapter in
     `path`, if there is one, and otherwise `rank` (16), twice the rank and None, see

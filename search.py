@@ -51,7 +51,7 @@ from flatlab.tree.nodes import Choice, Node, Tree, open_trees, results, seed_fro
 from flatlab.view import console
 from flatlab.world.episode import Episode, in_thread, run_episode, stop_after_faults
 from flatlab.world.prompts import machine_facts
-from policy import open_engine
+from policy import open_engine, token_counter
 
 # ==================================== the idea: edit here ====================================
 
@@ -510,6 +510,8 @@ def main(config_class=Config, script=SCRIPT, check=check, grow_all=grow_all) -> 
         with recorded([t.run for t in growing], where=where):
             for t in growing:
                 t.run.update_result(**results(t), degenerate=warning([t.task]), status="running")
+            if not cfg.url:
+                env.check_context(tasks, cfg, token_counter(cfg, model))
             grow_all(growing, cfg, model)
     console.report(trees, where)
 

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import evaluate
+import grpo
 import helpers
+import search
 import sft
 from examples import ppo
 from flatlab.files import read_mapping, read_rows, save_tensors
@@ -37,11 +39,13 @@ from helpers import (
     configure,
     done,
     killed_and_continued,
+    refuses,
     run_here,
     segments_of,
     turn,
     user_error,
 )
+from policy import Engine
 from test_suite import make_root
 from training import CFG, TASK, has_weights, result_of, valid, weights_of
 
@@ -335,6 +339,22 @@ def test_seeds_of_one_command_have_one_model(here, played):
     code, _, err = here("--task titanic --name a --episodes 1 --seed 0 2")
     assert code == 2
     assert "logs/a-2 was made with another config (model: tiny there, other now" in err
+
+
+CONTEXTS = {
+    "--context 100": "more than half of --context 100",
+    "--max-reply-tokens 2000": "or than the 48 beside a reply",
+    "--context 5000": "--context 5000 is more than the model can: 4096.",
+}
+
+
+@pytest.mark.parametrize("script", [grpo, search, evaluate])
+def test_a_context_is_checked_before_the_engine_starts(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Engine, "open_vllm", None)
+    start = "--task titanic --model tiny --backend local --name a"
+    table = {f"{start} {flags}": words for flags, words in CONTEXTS.items()}
+    refuses(script.main, table, monkeypatch, capsys)
 
 
 def test_a_task_whose_first_message_is_too_long_is_left_out_of_a_suite(here, played, monkeypatch):

@@ -74,6 +74,10 @@ def complete(cfg) -> ModelPath:
     cfg.model.model = cfg.model.model or default_model()
     model = ModelPath(cfg.model.model, None, False) if url else resolve_model(cfg.model.model)
     options.fill_in(cfg, model)
+    if model.positions and cfg.model.context > model.positions:
+        raise UserError(
+            f"--context {cfg.model.context} is more than the model can: {model.positions}."
+        )
     if cfg.episode.max_reply_tokens >= cfg.model.context:
         raise UserError(
             f"--max-reply-tokens {cfg.episode.max_reply_tokens} leaves no room for a prompt in "

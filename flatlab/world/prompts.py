@@ -159,14 +159,15 @@ def visible(text: str) -> str:
 def first_messages(env, options, facts: dict, policy=None) -> tuple[str, str]:
     """The system message and the first message, which Env.message ends.
 
-    With a policy, the first version that takes at most SHARE of its context: packages are left out
-    first, then the first lines of tables, then the files. Raises UserError if none is that short.
-    Env.message does not count.
+    With a policy, the first version that takes at most SHARE of its context and leaves room for a
+    reply: packages are left out first, then the first lines of tables, then the files. Raises
+    UserError if none is that short. Env.message does not count.
     """
     prompts = load_prompts(options.prompts)
     system = prompts.fill("system", **facts)
     files = [file | {"lines": []} for file in facts["files"]]
     more_files = facts["more_files"] + len(files)
+    room = policy.context - (options.max_reply_tokens or 0) if policy else 0
     for less in (
         {},
         {"packages": []},
@@ -177,12 +178,12 @@ def first_messages(env, options, facts: dict, policy=None) -> tuple[str, str]:
         limits = prompts.fill("limits", **facts)
         first = prompts.fill("first_message", limits=limits, **facts)
         tokens = len(policy.encode(system) + policy.encode(first)) if policy else 0
-        if not policy or tokens <= SHARE * policy.context:
+        if not policy or tokens <= min(SHARE * policy.context, room):
             return system, "\n\n".join(filter(None, [first, env.message]))
     raise UserError(
         f"The first message of task {env.task.name} has {tokens} tokens without its files, more "
-        f"than half of --context {policy.context}: choose a larger one, or a shorter text with "
-        "--prompts."
+        f"than half of --context {policy.context} or than the {room} beside a reply: choose a "
+        "larger one, or a shorter text with --prompts."
     )
 
 
