@@ -28,7 +28,7 @@ IMPORTS := from transformers import Qwen3ForCausalLM; from vllm import LLM; \
     import ctypes, docker, matplotlib, numpy, openai, pandas, peft, pydantic, pytest, scipy, sklearn, torch, tyro, yaml; \
     $(if $(filter cpu,$(DEVICE)),ctypes.CDLL("libnuma.so.1"); \
     import policy; from flatlab.model.path import resolve_model; policy.Policy(resolve_model("tiny")),\
-    torch.cuda.is_available() and torch.compile(torch.sin)(torch.ones(8, device="cuda")))
+    assert torch.cuda.is_available(), "torch finds no GPU"; torch.compile(torch.sin)(torch.ones(8, device="cuda")))
 
 # A line every 10 s for steps that are silent for long; it ends with the shell that started it.
 HEARTBEAT := ( while sleep 10 >/dev/null 2>&1 && kill -0 $$$$ 2>/dev/null; do echo "    still working ($$SECONDS s)"; done ) & \

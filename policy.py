@@ -102,6 +102,7 @@ class Engine(ChatTokens):
     """
 
     dtype = None  # of model and engine; None: bfloat16 on a GPU, float32 on a CPU
+    own_stream = True  # steps need not wait for what the trainer's thread has on a GPU
 
     def __init__(
         self,
@@ -149,9 +150,6 @@ class Engine(ChatTokens):
         machine = gpu_engine_options(max_batch)
         if self.device == "cpu":
             machine = cpu_engine_options(self.context, options.compile)
-        else:
-            # Steps need not wait for what the trainer's thread has on the default stream.
-            torch.cuda.set_stream(torch.cuda.Stream(priority=-1))
         with loading("vLLM", path.base), phases():
             self.engine = self.open_vllm(rank, seed, max_batch, cache, machine)
         self._ids = itertools.count()
@@ -194,9 +192,11 @@ class Engine(ChatTokens):
         """Opens vLLM's LLMEngine. machine: fields of EngineArgs for this kind of machine."""
         from vllm import EngineArgs, LLMEngine
 
-        from flatlab.model.lora_sync import METHOD, LoraLinear
+        from flatlab.model.lora_sync import METHOD, LoraLinear, use_own_stream
 
         LoraLinear.rank = rank
+        if self.own_stream and self.device == "cuda":
+            use_own_stream()
         arguments = EngineArgs(
             model=self.path.base,
             dtype=self.dtype,

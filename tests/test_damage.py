@@ -100,6 +100,31 @@ def resumed(policy, name="", damage=lambda file: None):
         run.lock.close()
 
 
+def test_the_settings_of_the_optimizer_are_those_of_today(policy, tmp_path):
+    """Moments and number of steps are those of the checkpoint, also of one made on a CPU."""
+
+    def learn(optimizer):
+        for p in policy.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    then = torch.optim.AdamW(policy.parameters(), 1.0, (0.5, 0.6), weight_decay=0.7)
+    learn(then)
+    learn(then)
+    policy.save(tmp_path)
+    save_tensors({"optimizer": then.state_dict()}, tmp_path / "trainer.pt")
+    today = torch.optim.AdamW(policy.parameters(), 1e-3, (0.8, 0.9), weight_decay=0, fused=True)
+    checkpoint.restore(policy, today, tmp_path)
+    [group] = today.param_groups
+    assert (group["fused"], group["lr"], group["betas"]) == (True, 1e-3, (0.8, 0.9))
+    assert group["weight_decay"] == 0
+    for p in policy.parameters():
+        assert torch.equal(today.state[p]["exp_avg"], then.state[p]["exp_avg"])
+    learn(today)
+    assert {int(state["step"]) for state in today.state.values()} == {3}
+
+
 def test_every_damaged_file_is_skipped_or_one_sentence(policy, trained, capsys):
     for name, damage, words in SKIPPED:
         job, rows = resumed(policy, name, damage)

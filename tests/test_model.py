@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import shutil
+import subprocess
 import sys
 from functools import partial
 from importlib.util import find_spec
@@ -431,6 +432,16 @@ def test_demonstrations_are_scored_can_be_imitated_and_have_the_texts_of_an_epis
     played = asyncio.run(play_once(env.Env(task, LOCAL), FakePolicy("hm"), **options))
     read = {(e["system"], e["prompt"], e["turns"][0]["note"]) for e in episodes}
     assert read == {(played.system, played.prompt, played.turns[0]["note"])}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_the_set_up_for_a_gpu_fails_where_torch_finds_none():
+    command = ["make", "-n", "DEVICE=gpu", "READY=ready", "setup"]
+    made = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT, check=True).stdout
+    [code] = re.findall(r"python -c '(from transformers [^']+)'", made)
+    done = python("-c", f"import torch; {code.partition('yaml;')[2].strip()}")
+    assert done.returncode == 1
+    assert "torch finds no GPU" in done.stderr
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Tests of policy.py with a random Qwen3 and the real engine."""
 
 import asyncio
+import contextlib
 import copy
 import json
 import math
@@ -32,7 +33,7 @@ from flatlab.model.packing import (
 from flatlab.model.path import STAND_IN, resolve_model
 from flatlab.train.batch import Meter, TrainSequence
 from helpers import PROJECT, TINY_TEXTS, make_model, python, user_error
-from policy import Agreement, Policy, Trainer, lora_settings
+from policy import Agreement, Engine, Policy, Trainer, lora_settings
 from training import all_close, has_weights, pair, randomise, weights_of
 
 CHAT = [
@@ -218,6 +219,39 @@ def test_a_sync_on_a_gpu_waits_before_and_after_the_copy(monkeypatch):
         trained = SimpleNamespace(device=device, adapter_copy=copy, engine=engine, _syncs=0)
         Policy.sync(trained, 3)
     assert calls == ["copy", "wait", "copy", "wait"]
+
+
+def test_the_engine_works_on_streams_of_high_priority_that_are_set_before_it(monkeypatch):
+    """Its graphs, too: vLLM captures on a new stream of priority 0."""
+    from vllm import LLMEngine
+    from vllm.distributed import parallel_state
+
+    calls = []
+    group = SimpleNamespace(graph_capture=contextlib.nullcontext)
+    for name in ("get_tp_group", "get_pp_group", "get_dp_group"):
+        monkeypatch.setattr(parallel_state, name, lambda: group)
+    context = parallel_state.GraphCaptureContext
+    monkeypatch.setattr(parallel_state, "GraphCaptureContext", context)  # restored at the end
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device=None, priority=0: priority)
+    monkeypatch.setattr(torch.cuda, "set_stream", calls.append)
+    monkeypatch.setattr(LLMEngine, "from_engine_args", lambda args: calls.append("engine"))
+    sizes = {"path": resolve_model("tiny"), "dtype": torch.bfloat16, "context": 2048}
+
+    def captures_on():
+        with parallel_state.graph_capture("cuda") as captured:
+            return captured.stream
+
+    for device, own_stream, expected in (
+        ("cpu", True, ["engine"]),
+        ("cuda", False, ["engine"]),
+        ("cuda", True, [-1, "engine"]),
+        ("cuda", True, [-1, "engine"]),  # a second engine of this process
+    ):
+        engine = SimpleNamespace(device=device, own_stream=own_stream, **sizes)
+        Engine.open_vllm(engine, 16, 0, 8, 2**20, {})
+        assert calls == expected
+        assert captures_on() == (-1 if -1 in expected else 0)
+        calls.clear()
 
 
 def test_a_full_card_is_not_taken_for_weights_that_cannot_be_shared(policy, monkeypatch, capsys):

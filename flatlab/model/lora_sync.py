@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 from vllm.config import CompilationConfig, CompilationMode, set_current_vllm_config
+from vllm.distributed import parallel_state
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     LinearBase,
@@ -30,6 +31,18 @@ from vllm.platforms import current_platform
 
 METHOD = "flatlab_lora"  # the name of the linear method in EngineArgs(quantization=...)
 FEW_ROWS = 64  # of a decoding step; measured up to there
+
+
+def use_own_stream() -> None:
+    """From now on this thread works on a CUDA stream of its own, and its kernels come before those
+    of the trainer's. Call it before the engine is built.
+
+    A kernel of a CUDA graph has the priority of the stream that captured the graph, wherever it is
+    launched, and vLLM captures on a stream of priority 0.
+    """
+    context = parallel_state.GraphCaptureContext
+    parallel_state.GraphCaptureContext = lambda _: context(torch.cuda.Stream(priority=-1))
+    torch.cuda.set_stream(torch.cuda.Stream(priority=-1))  # after vLLM's import: it takes note
 
 
 @contextlib.contextmanager

@@ -56,9 +56,7 @@ def layer_numbers(config, is_lean: bool) -> int:
     hidden, inner = config.hidden_size, inner_size(config)
     if not is_lean:
         return HIDDEN_BUFFERS * hidden + MLP_BUFFERS * inner
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or hidden // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    heads, kv_heads, head_dim = head_sizes(config)
     return 4 * hidden + 3 * head_dim * (heads + kv_heads) + 4 * inner
 
 
@@ -83,12 +81,17 @@ def copy_weight(config) -> float:
     copy is of key and value; the backward pass of the attention makes one gradient of both for
     each head, and their sums.
     """
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    heads, kv_heads, head_dim = head_sizes(config)
     layers = config.num_hidden_layers
     token = layers * config.hidden_size + layer_numbers(config, True) + 3 * inner_size(config)
     return head_dim * (2 * heads + 4 * kv_heads) / token
+
+
+def head_sizes(config) -> tuple[int, int, int]:
+    """Number of heads of the queries, and of the keys; numbers of a head."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
 def inner_size(config) -> int:
@@ -142,9 +145,7 @@ def cache_bytes(config, element_size: int, tokens: int, requests: int = 1) -> in
     """
     numbers = 0
     for layer in config.per_layer_config:  # they differ in Gemma 4
-        heads = layer.num_attention_heads
-        head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
-        kv_heads = getattr(layer, "num_key_value_heads", None) or heads
+        _, kv_heads, head_dim = head_sizes(layer)
         numbers += 2 * kv_heads * head_dim
     blocks = requests * math.ceil(tokens / BLOCK) + 1
     return blocks * BLOCK * numbers * element_size

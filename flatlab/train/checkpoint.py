@@ -86,6 +86,8 @@ def restore(policy, optimizer, folder: Path) -> None:
                     raise UserError(f"{where} has the shape {[*tensor.shape]}, not {[*shape]}.")
                 if not tensor.isfinite().all():
                     raise UserError(f"{where} holds NaN or infinity.")
+        for group, own in zip(saved["optimizer"]["param_groups"], optimizer.param_groups):
+            group.update({name: own[name] for name in own if name != "params"})  # as set today
         optimizer.load_state_dict(saved["optimizer"])
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         raise UserError(f"{file} is not the optimizer's state of this model.") from None
