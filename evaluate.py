@@ -229,4 +229,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.one_sentence(main)
+    cli.run(main)

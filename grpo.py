@@ -713,7 +713,6 @@ def open_job(cfg: Config, model, tasks: list) -> TrainingRun:
 
 def load_policy(policy_class, cfg: Config, model) -> Policy:
     """Starts the engine and loads the model."""
-    print("engine   is starting")
     policy = policy_class(model, cfg.model, cfg.seed, cfg.concurrency, cfg.lora_rank)
     if policy.device == "cuda" and not policy.uses_varlen:
         print("attention is computed sequence by sequence: see has_varlen in model/packing.py")
@@ -729,9 +728,10 @@ def end(runs: list) -> None:
         console.outcome(*with_steps)
     statuses = [run.result["status"] for run in runs]
     stopped = [status for status in statuses if status.startswith("stopped: ")]
-    if stopped and "WORLD_SIZE" not in os.environ:
-        sys.exit("\n".join(stopped))  # torchrun would restart a job that failed
+    if stopped and "WORLD_SIZE" not in os.environ:  # torchrun would restart a job that failed
+        print("\n".join(stopped), file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":
-    cli.one_sentence(main)
+    cli.run(main)

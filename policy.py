@@ -35,10 +35,11 @@ from types import MethodType
 
 from flatlab import threads
 from flatlab.errors import UserError
+from flatlab.heartbeat import heartbeat
 from flatlab.model import endpoint, memory
 from flatlab.model.adapter import ADAPTER_FILE, read_tensors
 from flatlab.model.chat import ChatTokens, Sample
-from flatlab.model.loading import count_weights, loading, phases
+from flatlab.model.loading import count_weights, loading
 from flatlab.model.path import ModelPath
 from flatlab.options import ModelOptions
 
@@ -150,7 +151,7 @@ class Engine(ChatTokens):
         machine = gpu_engine_options(max_batch)
         if self.device == "cpu":
             machine = cpu_engine_options(self.context, options.compile)
-        with loading("vLLM", path.base), phases():
+        with loading("vLLM", path.base):
             self.engine = self.open_vllm(rank, seed, max_batch, cache, machine)
         self._ids = itertools.count()
         self._futures = {}
@@ -540,6 +541,7 @@ class Policy(Engine, Trainer):
     # log-probs.
     share_base = True
 
+    @heartbeat("engine   is starting")
     def __init__(
         self,
         path: ModelPath,
@@ -549,6 +551,7 @@ class Policy(Engine, Trainer):
         lora_rank: int | None = None,
         trains: bool = True,
     ):
+        print("engine   is starting")
         lora = lora_settings(path, lora_rank)
         # The engine comes first because it reseeds the global generators.
         options = options or ModelOptions()
@@ -576,6 +579,7 @@ class Policy(Engine, Trainer):
         self.reset(seed)
         with loading("vLLM", path.base):  # some models are refused by the first step only
             asyncio.run(self.sample(self._probes()[0], 1, seed=0))
+        print("engine   is ready")
 
     def _build_on_shared_base(self, lora: dict) -> bool:
         """Builds the trainer on the engine's base weights. Returns whether they agree with the

@@ -517,4 +517,4 @@ def main(config_class=Config, script=SCRIPT, check=check, grow_all=grow_all) -> 
 
 
 if __name__ == "__main__":
-    cli.one_sentence(main)
+    cli.run(main)

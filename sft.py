@@ -254,4 +254,4 @@ def prepare(cfg: Config, model, tasks: list):
 
 
 if __name__ == "__main__":
-    cli.one_sentence(main)
+    cli.run(main)

@@ -184,4 +184,4 @@ def grow_all(trees: list[Tree], cfg: Config, model) -> None:
 
 
 if __name__ == "__main__":
-    cli.one_sentence(lambda: search.main(Config, SCRIPT, check, grow_all))
+    cli.run(lambda: search.main(Config, SCRIPT, check, grow_all))

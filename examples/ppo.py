@@ -158,4 +158,4 @@ def update(policy, optimizer, groups: list, cfg: Config, job) -> dict:
 train = functools.partial(grpo.train, update=update)
 
 if __name__ == "__main__":
-    cli.one_sentence(lambda: grpo.main(Config, Path(__file__).stem, ActorCritic, train))
+    cli.run(lambda: grpo.main(Config, Path(__file__).stem, ActorCritic, train))

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,7 +25,7 @@ import helpers
 import search
 import sft
 from examples import learn
-from flatlab import files, options
+from flatlab import files, heartbeat, options
 from flatlab.errors import SandboxFault, UserError, sentence_of
 from flatlab.model.path import ModelPath
 from flatlab.options import BOUNDS, EpisodeOptions
@@ -643,6 +644,37 @@ def test_a_closed_pipe_is_no_traceback_also_during_a_search():
     )
     done = python("-c", code)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_script_ends_at_once_after_its_exit_functions():
+    """Nothing is taken apart any more; the exit code is that of main()."""
+    code = """
+import atexit, sys
+from flatlab.runs.cli import run
+class Model:
+    def __del__(self):
+        print("taken apart")
+model = Model()
+atexit.register(print, "exit function")
+run(lambda: sys.exit({}))
+"""
+    for status in (0, 3):
+        done = python("-c", code.format(status))
+        assert (done.returncode, done.stdout) == (status, "exit function\n")
+
+
+@pytest.mark.parametrize("is_terminal, end", [(False, "\n"), (True, "\r")])
+def test_what_takes_long_says_how_long(monkeypatch, capsys, is_terminal, end):
+    """A terminal has one line, which ends when it is over; what is fast says nothing."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    with heartbeat.heartbeat("closing"):
+        pass
+    monkeypatch.setattr(heartbeat, "EVERY", 0.02)
+    with heartbeat.heartbeat("engine   is starting"):
+        time.sleep(0.1)
+    said = capsys.readouterr().out
+    assert said.startswith(2 * f"engine   is starting (0 s){end}")
+    assert said.count("\n") == 1 if is_terminal else said.count("\r") == 0
 
 
 def test_a_wrong_key_of_wandb_is_one_sentence(tmp_path, monkeypatch):

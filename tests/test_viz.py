@@ -134,7 +134,7 @@ def test_a_run_that_ended_before_its_first_row_says_how(tmp_path, name):
 PHASES = {  # of a start -> beginnings of lines after which Ctrl-C arrives
     "before the run": ("model",),
     "while the engine loads": ("plan", "engine"),
-    "before the first row": ("engine   weights",),
+    "before the first row": ("engine   is ready",),
 }
 
 

@@ -1,0 +1,33 @@
+"""A sign of life from what takes long."""
+
+import sys
+import threading
+import time
+from contextlib import contextmanager, suppress
+
+EVERY = 10.0  # seconds
+
+
+@contextmanager
+def heartbeat(text: str):
+    """Inside, a line each 10 seconds ends with the seconds so far. A terminal gets one line, which
+    is rewritten.
+    """
+    began = time.monotonic()
+    has_ended = threading.Event()
+
+    def beat():
+        end, last = ("\r", "\n") if sys.stdout.isatty() else ("\n", "")
+        with suppress(BrokenPipeError):
+            while not has_ended.wait(EVERY):
+                print(f"{text} ({time.monotonic() - began:.0f} s)", end=end, flush=True)
+            if time.monotonic() - began >= EVERY:
+                print(end=last)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
