@@ -733,37 +733,43 @@ def check_before_a_run(task):
 @pytest.mark.parametrize(
     "old, new, said",
     [
-        (",selection,", ",selectoin,", "no row has the part selection; the parts are selectoin"),
+        (",selection,", ",selectoin,", "the part selectoin; there are validation, selection, test"),
         (",selection,", ",test,", "no row has the part selection"),
-        (",test,0", ",spare,0", "rows of the part spare.*add it to `splits`"),
         (",test,", ",", "line 3 has 2 values, not id, part and target"),
-        ("\n4,", "\n2,", "answers.csv of task titanic: id 2 is there twice"),
+        ("\n4,", "\n2,", "answers.csv: id 2 is there twice"),
+        ("\n4,", "\n\udcff,", "answers.csv: 'utf-8' codec can't decode"),
     ],
 )
 def test_every_part_is_checked_before_a_run(titanic_copy, old, new, said):
     answers = titanic_copy / "answers.csv"
-    answers.write_text(answers.read_text().replace(old, new))
-    with user_error(said):
+    text = answers.read_text().replace(old, new)
+    answers.write_bytes(text.encode(errors="surrogateescape"))
+    with user_error(f"titanic is broken: .*{said}"):
         check_before_a_run(load_task("titanic"))
-
-
-NEEDED = "titanic needs `grader_args: .--metric, accuracy.`"
 
 
 @pytest.mark.parametrize(
     "old, new, said",
     [
-        ("metric: accuracy", "metric: acuracy", "unknown metric 'acuracy'; did you mean accuracy"),
-        ("metric: accuracy", "metric: rmse", "rmse needs `higher_is_better: false`"),
-        ("--metric, accuracy", "--metric, r2", NEEDED),
-        ("--metric, ", "--metrics, ", NEEDED),
-        ("--labels, 0, ", "", NEEDED),
+        ("metric: accuracy", "metric: acuracy", "no finite number called acuracy"),
+        ("--metric, accuracy", "--metric, acuracy", "unknown metric 'acuracy'; there are accuracy"),
+        ("--metric, accuracy", "--metric, f1", "no finite number called accuracy"),
+        ("--metric, ", "--metrics, ", "the arguments are not --metric NAME"),
+        ("--labels, 0, ", "", "the arguments are not --metric NAME"),
     ],
 )
-def test_the_metric_its_direction_and_the_arguments_fit_together(titanic_copy, old, new, said):
+def test_the_metric_and_the_arguments_fit_together(titanic_copy, old, new, said):
     change(titanic_copy / "task.yaml", old, new)
-    with user_error(said):
+    with user_error(f"titanic is broken: .*{said}"):
         check_before_a_run(load_task("titanic"))
+
+
+def test_a_table_without_a_trivial_rule_is_graded_empty():
+    task = replace(load_task("titanic"), reference=None, public={})
+    check_before_a_run(task)
+    upside_down = replace(load_task("titanic"), reference=None, higher_is_better=False)
+    with user_error("lower is better, and the grader the opposite"):
+        check_before_a_run(upside_down)
 
 
 @pytest.mark.parametrize(
@@ -780,10 +786,9 @@ def test_the_metric_its_direction_and_the_arguments_fit_together(titanic_copy, o
     ],
 )
 def test_answers_that_a_metric_cannot_use(metric, values, said):
-    parts = ["validation", "test"]
-    answers = {number: (parts[number // 2], values[number % 2]) for number in range(4)}
+    answers = {number: ("validation", values[number % 2]) for number in range(4)}
     with pytest.raises(grade_csv.Broken, match=said):
-        grade_csv.check_answers(metric, [], answers, parts)
+        grade_csv.check_answers(metric, [], answers, "validation")
 
 
 def test_the_metrics_are_those_of_scikit_learn():

@@ -2,8 +2,9 @@
 
 answers.csv has the columns id, part (validation, selection or test) and the target; submission.csv
 has id and the target, for the ids of all parts. The whole file is checked whichever part is graded,
-and a message never depends on an answer. `stderr` is the standard error of the score. Several tasks
-share this file; it needs only Python. METRICS has the metrics.
+and a message never depends on an answer. `stderr` is the standard error of the score, and
+`higher_is_better` its direction. Several tasks share this file; it needs only Python. METRICS has
+the metrics.
 Arguments: --metric NAME [--labels VALUE ...] --split PART, in this order. The labels are the legal
 values for metrics of labels; without them, any text is legal.
 """
@@ -21,6 +22,7 @@ from contextlib import suppress
 MAX_BYTES = 1_000_000
 RESAMPLES = 100  # of the bootstrap: its standard error is then exact to about 7 %
 LARGEST = 1e40  # bound of a predicted number: its square is far from an overflow
+PARTS = "validation", "selection", "test"
 
 
 class Invalid(Exception):
@@ -162,13 +164,24 @@ def read_answers(path="answers.csv"):
     return target, answers
 
 
-def check_answers(name, labels, answers, splits):
-    """Raises Broken if the metric cannot be computed on each of these parts."""
+def read_arguments(argv):
+    """(name of the metric, labels, part). Raises Broken."""
+    flag, name, *labels, split_flag, split = argv
+    flags = [flag, *labels[:1], split_flag]
+    if flags not in (["--metric", "--split"], ["--metric", "--labels", "--split"]):
+        raise Broken("the arguments are not --metric NAME [--labels VALUE ...] --split PART")
     if name not in METRICS:
         raise Broken(f"unknown metric {name!r}; there are {', '.join(METRICS)}")
+    return name, labels[1:], split
+
+
+def check_answers(name, labels, answers, split):
+    """Raises Broken if the metric cannot be computed on this part."""
     metric, wrong, _ = METRICS[name]
-    found = {split: set() for split in splits}
+    found = set()
     for key, (part, value) in answers.items():
+        if part not in PARTS:
+            raise Broken(f"id {key} has the part {part}; there are {', '.join(PARTS)}")
         reason = wrong(value, labels)
         if metric in (roc_auc, log_loss) and number_of(value) not in (0, 1):
             reason = "must be 0 or 1"
@@ -176,13 +189,12 @@ def check_answers(name, labels, answers, splits):
             reason = "must be 0 or 1"
         if reason:
             raise Broken(f"an answer {reason} for {name}, but that of id {key} is not")
-        found.setdefault(part, set()).add(value)
-    for split in splits:
-        if not found[split]:
-            used = ", ".join(sorted({part for part, _ in answers.values()}))
-            raise Broken(f"no row has the part {split}; the parts are {used}")
-        if metric in (f1, r2, roc_auc, quadratic_kappa) and len(set(map(float, found[split]))) < 2:
-            raise Broken(f"{name} needs different answers in the part {split}")
+        if part == split:
+            found.add(value)
+    if not found:
+        raise Broken(f"no row has the part {split}")
+    if metric in (f1, r2, roc_auc, quadratic_kappa) and len(set(map(float, found))) < 2:
+        raise Broken(f"{name} needs different answers in the part {split}")
 
 
 def read_rows():
@@ -270,15 +282,13 @@ def read_submission(target, ids, wrong):
 
 
 def main():
-    name = sys.argv[2]
-    labels = sys.argv[4:-2]
-    split = sys.argv[-1]
     try:
+        name, labels, split = read_arguments(sys.argv[1:])
         target, answers = read_answers()
-        check_answers(name, labels, answers, [split])
-    except Broken as error:
-        sys.exit(f"answers.csv: {error}")
-    metric, wrong, _ = METRICS[name]
+        check_answers(name, labels, answers, split)
+    except (Broken, ValueError) as error:  # ValueError: answers.csv is no UTF-8
+        sys.exit(f"grader_args or answers.csv: {error}")
+    metric, wrong, up = METRICS[name]
     try:
         predicted = read_submission(target, set(answers), lambda value: wrong(value, labels))
     except Invalid as error:
@@ -295,7 +305,7 @@ def main():
             values.append(convert(predicted[key]))
     score = metric(truth, values)
     error = standard_error(metric, truth, values)
-    print(json.dumps({name: round(score, 6), "stderr": error}))
+    print(json.dumps({name: round(score, 6), "stderr": error, "higher_is_better": up}))
 
 
 if __name__ == "__main__":

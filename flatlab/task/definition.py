@@ -167,6 +167,8 @@ def parse_grade(grade: dict, task: Task) -> tuple[float | None, str, bool]:
     """
     if error := str(grade.get("error") or "").strip():
         return None, error[:MESSAGE_CHARS], True
+    if grade.get("higher_is_better", task.higher_is_better) != task.higher_is_better:
+        return None, f"The task says that {task.direction}, and the grader the opposite.", False
     value = grade.get(task.metric)
     if number(value) is not None:
         return number(value), "", True
