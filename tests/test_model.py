@@ -158,11 +158,16 @@ def test_the_tokens_of_a_training_pass_follow_from_model_and_memory():
         fit(GIB // 4)
 
 
-def trainer_on(monkeypatch, device, free, config, context):
+def group_of_8():
+    """Sequences of a common prompt of 2,048 tokens and 1,920 others."""
+    return [TrainSequence([0] * 2049 + [1] * 1919, [0] * 2048 + [1] * 1920, [], [], [])] * 8
+
+
+def trainer_on(monkeypatch, device, free, config, context, adapter=66_000_000):
     """A stand-in with what fit_micro_tokens() reads, and so much free memory."""
     monkeypatch.setattr(memory, "free_bytes", lambda *_: free)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    adapter = torch.empty(66_000_000, device="meta")
+    adapter = torch.empty(adapter, device="meta")
     trainer = SimpleNamespace(
         device=device,
         dtype=dtype,
@@ -220,9 +225,7 @@ def test_a_pass_recomputes_what_its_own_tokens_need(monkeypatch, free, tokens, r
     assert trainer.room / GIB == pytest.approx(0.9 * (free - 1.46 - 0.74), abs=0.02)
     counts = [memory.layers_to_recompute(n, trainer.sizes, trainer.room) for n in (8192, 17408)]
     assert counts == recomputed
-    sequences = [TrainSequence([0] * 2049 + [1] * 1919, [0] * 2048 + [1] * 1920, [], [], [])]
-    sequences *= 8
-    parts = list(micro_batches(sequences, trainer))
+    parts = list(micro_batches(group_of_8(), trainer))
     assert len(parts) == (1 if tokens > 17408 else 2)
 
 
@@ -312,6 +315,30 @@ def test_default_flags_and_the_preset_fit_a_card_and_its_head_has_these_sums(siz
         assert re.search(rf"^# +{name.strip()} +{float(gib):.1f} ", head, re.MULTILINE), name
     total = room - float(parts[-1][1])
     assert re.search(rf"^# +sum +{total:.1f} ", head, re.MULTILINE)
+
+
+def test_a_pass_of_the_preset_for_24_gb_takes_several_episodes(monkeypatch):
+    """Beside a KV cache that takes what is left. A group of 8 x (2,048 + 1,920) tokens, with the
+    prompt once a pass: 23,552 tokens.
+    """
+    preset = read_mapping(PROJECT / "configs/grpo-24gb.yaml")
+    config, context = gpu_sums.config_of(preset["model"]), preset["context"]
+    requests = preset["concurrency"]
+    cache = cache_of(monkeypatch, "cuda", 22.2 * GIB, config, context, requests=requests)
+    assert 24 <= cache * requests // memory.cache_bytes(config, 2, context // 4, requests)
+    needs = memory.gpu_needs(config, 2, 4_022_468_096, 16, context, requests)
+    used = [needs[name] for name in ("base weights", "CUDA graphs", "CUDA's own")]
+    free = int(22.2 * GIB) - cache - sum(used) - 4 * 33_000_000
+    trainer = trainer_on(monkeypatch, "cuda", free, config, context, adapter=33_000_000)
+    Trainer.fit_micro_tokens(trainer, preset.get("micro_tokens"))
+    parts = [[s.tokens for s in part] for part in micro_batches(group_of_8(), trainer)]
+    assert [2048 + sum(len(tokens) - 2048 for tokens in part) for part in parts] == [5888] * 4
+
+
+def test_the_sums_of_memory_are_printed():
+    done = python("tools/gpu_sums.py", "--total", "24")
+    assert done.returncode == 0, done.stderr
+    assert "grpo-24gb.yaml   runs: base weights 7.49, CUDA graphs" in done.stdout
 
 
 def test_graphs_are_captured_up_to_max_batch():

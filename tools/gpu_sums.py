@@ -24,7 +24,7 @@ SHAPES = {  # hidden size, layers, heads, intermediate size, one matrix for both
     "Qwen/Qwen3-8B": (4096, 36, 32, 12288, False),
 }
 # scripts and presets -> what differs from these defaults
-DEFAULTS = {"model": "Qwen/Qwen3-4B-Instruct-2507", "context": 16384, "micro_tokens": 0}
+DEFAULTS = {"model": "Qwen/Qwen3-4B-Instruct-2507", "context": 16384}
 DEFAULTS |= {"concurrency": 32, "lora_rank": 16}
 CASES = {
     "grpo.py, learn.py": {},
@@ -75,8 +75,7 @@ def sums(room: int) -> list:
         with torch.device("meta"):
             weights = Qwen3ForCausalLM(config).num_parameters()
         context, requests = case["context"], case["concurrency"]
-        tokens = max(context, case["micro_tokens"])
-        needs = memory.gpu_needs(config, 2, weights, case["lora_rank"], tokens, requests)
+        needs = memory.gpu_needs(config, 2, weights, case["lora_rank"], context, requests)
         least = memory.cache_bytes(config, 2, context)
         wanted = memory.cache_bytes(config, 2, int(memory.TYPICAL_EPISODE * context), requests)
         try:

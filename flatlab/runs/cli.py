@@ -55,7 +55,7 @@ def parse_config(config_class, argv: list[str], preset: dict | None = None):
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone),
     )
     check_bounds(cfg)
-    if cfg.name:  # as the shell completes it, too
+    if getattr(cfg, "name", None):  # as the shell completes it, too
         cfg.name = str(Path(cfg.name)).removeprefix("logs/")
     return cfg
 
