@@ -37,6 +37,7 @@ from flatlab.world.episode import in_thread
 from tasks import load_task
 
 ALL_FILES = 10**9
+CHECK_SECONDS = 20  # limit of `true` in a fresh sandbox
 
 # ------------------------------------------------------------------------------------ environment
 
@@ -91,6 +92,7 @@ class Env(AbstractContextManager, AbstractAsyncContextManager):
         self.opened: list[Sandbox] = []  # sandboxes of the agent and of gradings
         self.closed = False
         self.given = b""  # digest of what the agent started from, see given_work
+        self.acted = False  # an agent's commands or files are in the sandbox
 
     def __exit__(self, *_) -> None:
         self.close()
@@ -114,6 +116,7 @@ class Env(AbstractContextManager, AbstractAsyncContextManager):
             self.sandbox.close()
         self.sandbox = self.make_sandbox()
         self.given = b""
+        self.acted = False
         return self.sandbox
 
     def reset(self, options: EpisodeOptions | None = None, policy=None) -> str:
@@ -144,6 +147,9 @@ class Env(AbstractContextManager, AbstractAsyncContextManager):
         """
         begin = time.monotonic()
         timeout = min(timeout or self.task.step_timeout, self.task.step_timeout)
+        if not self.acted:
+            self.sandbox.call("state")  # raises if the sandbox broke while the agent did nothing
+        self.acted = True
         action, observation, status, score = act(self, reply, timeout)
         seconds = time.monotonic() - begin
         ended = self.ending(status, score)
@@ -168,6 +174,24 @@ class Env(AbstractContextManager, AbstractAsyncContextManager):
             return Score(None, self.task.metric, split, False, f"no submission, {error}")
         return grade(self.task, artefacts, split, self.make_sandbox)
 
+    def crash_score(self, fault: SandboxFault, split: str | None = None) -> Score | None:
+        """Score of an agent that broke its sandbox, or a grading by its artefact: not valid.
+
+        None if the sandbox would have broken without the agent: before its first command, or while
+        a fresh sandbox cannot run `true` either.
+        """
+        if not self.acted:
+            return None
+        self.sandbox.close()  # what it runs may keep the machine busy
+        try:
+            code = self.make_sandbox().run(["true"], CHECK_SECONDS).exit_code
+        except SandboxFault:
+            return None
+        if code:
+            return None
+        message = f"the agent broke its sandbox: {fault}"
+        return Score(None, self.task.metric, split or self.task.splits[0], False, message)
+
     def snapshot(self) -> bytes:
         """All files that were written, as one tar. Ends the background processes of the sandbox."""
         return snapshot.take(self.sandbox)
@@ -180,6 +204,7 @@ class Env(AbstractContextManager, AbstractAsyncContextManager):
         workspace counts only after a change. clear_artefacts=False keeps all as it is.
         """
         box = self.open()
+        self.acted = True
         snapshot.put_back(box, files)
         if not clear_artefacts:
             return

@@ -26,8 +26,8 @@ How it departs from the textbook (GRPO: arXiv 2402.03300):
 2. The default loss is DAPO's (2503.14476): the mean runs over all tokens of the batch, and the
    upper clip is wider.
 3. The ratio has an upper bound (IS_CAP): where A < 0 the clip does not bound it.
-4. A broken sandbox is a fault: the episode leaves its group and is counted. It is never a reward
-   of 0.
+4. A sandbox that breaks by itself is a fault: the episode leaves its group and is counted. It is
+   never a reward of 0.
 
 Letters: P groups, G episodes each, N trained tokens of a micro-batch.
 """

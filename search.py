@@ -456,8 +456,13 @@ async def hidden_value(t: Tree, node: Node, split: str) -> float:
     parts = t.hidden_scores.setdefault(node.id, {})
     if split not in parts:
         async with env.Env(t.task, t.cfg.sandbox, node.seed) as world:
-            await in_thread(world.restore, t.files_of(node), False)
-            score = await in_thread(world.score, split)
+            try:
+                await in_thread(world.restore, t.files_of(node), False)
+                score = await in_thread(world.score, split)
+            except SandboxFault as fault:
+                score = await in_thread(world.crash_score, fault, split)
+                if not score:
+                    raise
         error = score.grader_output or score.message
         parts[split] = {"score": score.value, "stderr": score.stderr, "error": error}
         t.run.update_result(hidden_scores=t.hidden_scores)

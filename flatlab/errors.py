@@ -25,7 +25,7 @@ class UnknownTask(UserError):
 
 
 class SandboxFault(Exception):
-    """The sandbox broke. The agent is not to blame: the episode is dropped and counted."""
+    """The sandbox broke. Env.crash_score tells whether the agent is to blame."""
 
 
 class ArtefactError(Exception):

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[1] / "configs/tasks"))
 
 from flatlab import threads  # noqa: E402
+from flatlab.sandbox import backend  # noqa: E402
 
 threads.configure()
 
@@ -40,6 +41,17 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "fault(number, name, ...): what the test lets break, for the same table"
     )
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    """Sandboxes that break if processes (LARGE) do not end within a hundredth of a second."""
+    modules = [
+        (name, source.replace("SWEEP_SECONDS = 25", "SWEEP_SECONDS = 0.01"))
+        for name, source in backend.MODULES
+    ]
+    assert modules != backend.MODULES
+    monkeypatch.setattr(backend, "MODULES", modules)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -65,6 +65,40 @@ def do(world, text):
     return world.step(block(text))
 
 
+# Predict by the sex alone; WRONG is wrong for everybody.
+RIGHT = (
+    """awk -F, 'NR==1 {print "id,survived"; next} {print $1 "," ($3 == "female")}' """
+    "data/test.csv > submission.csv"
+)
+WRONG = RIGHT.replace("($3 ==", "($3 !=")
+# Forty processes that map a hundred megabytes five times each: they take a while to end.
+LARGE = """python3 - <<'E'
+import mmap, os, time
+size = 100 << 20
+fd = os.open("/dev/shm/big", os.O_RDWR | os.O_CREAT)
+os.ftruncate(fd, size)
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+ready, end = os.pipe()
+for _ in range(40):
+    if not os.fork():
+        os.setsid()
+        maps = [mmap.mmap(fd, size, mmap.MAP_SHARED | 0x8000) for _ in range(5)]  # all at once
+        os.write(end, b"x")
+        time.sleep(1000)
+for _ in range(40):
+    os.read(ready, 1)
+E"""
+
+
+def half_break(prompt, seed):
+    """The replies of an agent on titanic. In every other episode its result is bad, and then it
+    breaks its sandbox (with the fixture `hasty`).
+    """
+    number = prompt.count("<user>") - 1
+    commands = (WRONG, LARGE, "submit") if (seed - number) % 2 else (RIGHT, "ls", "submit")
+    return block(commands[number])
+
+
 def copy_of(world, clear_artefacts=True):
     """Another environment with the written files, working directory and exported variables."""
     twin = Env(world.task, world.options, world.seed)

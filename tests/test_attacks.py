@@ -5,6 +5,7 @@ is a general property of sandboxes is in test_sandbox.py or test_env.py, with th
 `python tests/bench table` lists all of them in tests/ATTACKS.md.
 """
 
+import asyncio
 import contextlib
 import csv
 import gzip
@@ -25,7 +26,7 @@ from flatlab.files import read_mapping
 from flatlab.task.builtin import builtin_names, load_builtin
 from flatlab.task.definition import PROXY, TASKS_DIR, last_json_object, parse_grade
 from flatlab.task.sanity import trivial_rules
-from helpers import block, copy_of, run_csv_grader, slow
+from helpers import LARGE, WRONG, FakePolicy, block, copy_of, play_once, run_csv_grader, slow
 from tasks import load_task
 
 MLGYM = os.environ.get("MLGYM_ROOT")  # before conftest.py hides it
@@ -37,11 +38,6 @@ def backend(request):
     return request.param
 
 
-# Wrong for everybody: predicts by the sex alone.
-WRONG = (
-    """awk -F, 'NR==1 {print "id,survived"; next} {print $1 "," ($3 != "female")}' """
-    "data/test.csv > submission.csv"
-)
 # An honest but poor artefact for each grader: (where it comes from, task, commands that write it).
 CSV = [
     ("", "titanic", WRONG),
@@ -732,6 +728,74 @@ def test_a_link_in_a_circle_hides_no_artefact(backend):
         assert score.valid
         with copy_of(world) as child:
             assert not play(child, "rm -f loop")[0].valid
+
+
+BAD = "a bad result, and then a broken sandbox: as a fault it would leave every mean"
+
+
+@attack(BAD)
+def test_an_agent_that_breaks_its_sandbox_has_the_lowest_value(backend, hasty):
+    policy = FakePolicy(block(WRONG), block("validate"), block(LARGE), block("submit"))
+    world = Env(load_task("titanic"), backend)
+    episode = asyncio.run(play_once(world, policy, score_test=True))
+    assert episode.status == "crashed"
+    assert [turn["status"] for turn in episode.turns] == ["ok", "validate", "ok", "submit"]
+    for score, split in ((episode.score, "validation"), (episode.test_score, "test")):
+        assert (score.value, score.valid, score.split) == (None, False, split)
+        assert "broke its sandbox: processes survive SIGKILL" in score.message
+
+
+@attack(BAD)
+def test_the_reply_that_breaks_a_sandbox_is_a_turn(backend, monkeypatch):
+    """So training learns from it."""
+
+    def breaks(prompt, seed):
+        opened[0].sandbox.close()
+        return block("ls")
+
+    opened = [Env(load_task("titanic"), backend)]
+    policy = FakePolicy(block("true"), breaks)
+    episode = asyncio.run(play_once(opened[0], policy))
+    assert (episode.status, episode.fault) == ("crashed", "")
+    assert [turn["status"] for turn in episode.turns] == ["ok", "crashed"]
+    assert sum(map(len, (segment.tokens for segment in episode.segments))) > 0
+
+
+@attack(BAD)
+def test_files_that_break_the_sandbox_of_a_child_are_the_agents(backend, monkeypatch):
+    class Child(Env):
+        def restart(self):
+            self.restore(b'no tar\n{"folders": {}}')
+
+    episode = asyncio.run(play_once(Child(load_task("titanic"), backend), FakePolicy(block("ls"))))
+    assert (episode.status, episode.score.valid, episode.turns) == ("crashed", False, [])
+
+
+MEMORY = """python3 - <<'E'
+import ctypes
+libc = ctypes.CDLL(None)
+libc.shmat.restype = ctypes.c_void_p
+for size in (200 << 20, 20 << 20, 20 << 20):
+    number = libc.shmget(0, size, 0o1600)
+    if number >= 0:
+        ctypes.memset(libc.shmat(number, None, 0), 1, size)
+E
+head -c 300M /dev/zero > /dev/shm/x
+head -c 60M /dev/zero > submission.csv"""
+
+
+@attack("a bad result, and then processes or memory that the sandbox cannot get rid of")
+def test_large_processes_and_lasting_memory_break_no_sandbox(backend):
+    with Env(load_task("titanic"), backend, memory=1 << 30) as world:
+        world.reset()
+        before, _ = play(world, WRONG)
+        assert play(world, LARGE)[0] == before
+    with Env(load_task("titanic"), backend, memory=256 << 20) as world:
+        world.reset()
+        score, _ = play(world, MEMORY)
+        assert not score.valid
+        assert "no CSV text" in score.message or "not a CSV text" in score.message
+        assert world.step(block("echo alive")).observation == "alive"
 
 
 @attack("deleting everything")

@@ -170,7 +170,7 @@ def test_daemon_restarted_in_an_episode(wire, task):
     policy = FakePolicy(block("ls"), cut_after)
     with Env(task, "docker") as world:
         episode = asyncio.run(play_once(world, policy))
-        assert (episode.status, episode.score, len(episode.turns)) == ("fault", None, 1)
+        assert (episode.status, episode.score, len(episode.turns)) == ("fault", None, 2)
     with Env(task, "docker") as world:
         with pytest.raises(SandboxFault, match="Docker did not start a container"):
             world.reset()
@@ -324,6 +324,18 @@ def test_a_slow_start_is_not_the_agents_time(task, monkeypatch):
     assert episode.status == "submit"
     assert episode.score.valid
     assert sum(turn["seconds_env"] for turn in episode.turns) < 0.9
+
+
+@fault(15, "the sandbox breaks before the first command")
+def test_a_sandbox_that_breaks_before_the_first_command_is_a_fault(task, backend):
+    world = Env(task, backend)
+
+    def breaks(prompt, seed):
+        world.sandbox.close()
+        return block("ls")
+
+    episode = asyncio.run(play_once(world, FakePolicy(breaks)))
+    assert (episode.status, episode.score) == ("fault", None)
 
 
 @fault(33, "one of several episodes breaks")

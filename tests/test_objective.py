@@ -31,10 +31,10 @@ from flatlab.train.batch import (
     sequences_of,
 )
 from flatlab.train.job import TrainingRun
-from flatlab.world.episode import Episode, Segment
-from helpers import FakePolicy, block, configure
+from flatlab.world.episode import Episode, Segment, play
+from helpers import TINY_TEXTS, FakePolicy, block, configure, half_break
 from tasks import load_task
-from training import scored_group, valid
+from training import TASK, scored_group, valid
 
 CFG = configure(training.CFG, max_turns=4, max_reply_tokens=10)
 ONE = torch.zeros(4, dtype=torch.long)  # all tokens in one sequence
@@ -352,6 +352,18 @@ def test_on_samples_of_the_current_policy_every_loss_has_the_policy_gradient(nam
 
 
 # ------------------------------------------------------------------------------ the batch of a step
+
+
+@pytest.mark.attack("a broken sandbox after a bad result, in half of a group")
+def test_an_episode_that_breaks_its_sandbox_stays_in_its_group(hasty):
+    policy = FakePolicy(half_break)
+    cfg = configure(CFG, max_turns=3, max_reply_tokens=1000, prompts=TINY_TEXTS)
+    job = TrainingRun(play=play)
+    [group] = asyncio.run(grpo.play_groups(policy, Plan([TASK], 4, 0), cfg, job))
+    assert [e.status for e in group.episodes] == ["submit", "crashed"] * 2
+    assert group.rewards[1::2] == [-1, -1]
+    assert min(group.rewards[::2]) > 0
+    assert len(policy.samples) == 12
 
 
 def played(task, *rewards):

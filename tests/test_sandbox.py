@@ -343,6 +343,38 @@ def test_disk(isolated):
         assert out(box, "rm -f big part*; echo x > y; cat y") == "x"
 
 
+LASTING = """
+import ctypes
+libc = ctypes.CDLL(None)
+print(libc.shmget(5, 1000, 0o1600), libc.semget(5, 1, 0o1600), libc.msgget(5, 0o1600))
+"""
+
+
+@pytest.mark.attack("shared memory that outlives its process, or that another sandbox reads")
+def test_no_shared_memory_of_system_v(box):
+    assert out(box, f"python3 -c '{LASTING}'") == "-1 -1 -1"
+
+
+@pytest.mark.attack("shared memory beyond the memory limit")
+def test_shared_memory_is_a_part_of_the_memory_limit(isolated):
+    with closing(Sandbox(isolated, memory=256 << 20)) as box:
+        assert box.run("head -c 80M /dev/zero > /dev/shm/x", 20).exit_code
+        assert int(out(box, "stat -c %s /dev/shm/x")) <= 64 << 20
+
+
+@pytest.mark.attack("a large file that makes the main process of the sandbox large")
+def test_the_main_process_holds_no_large_file(isolated):
+    with closing(Sandbox(isolated)) as box:
+        assert box.run("head -c 60M /dev/urandom > f; truncate -s 900M g", 20).exit_code == 0
+        assert len(box.get("f")) == 60 << 20
+        with pytest.raises(ArtefactError, match="is larger than"):
+            box.get("g")
+        box.run("rm g", 5)
+        assert len(snapshot.take(box)) > 60 << 20
+        peak = out(box, "grep VmHWM /proc/$PPID/status")
+        assert int(peak.split()[1]) < 60_000, peak
+
+
 # ---- isolation
 
 
@@ -399,7 +431,7 @@ FORGE = """
 import json, os, struct
 reply = dict(code=0, cwd="/", head=0, dropped=0, seconds=0, stopped="")
 head = json.dumps(reply).encode()
-frame = struct.pack(">II", len(head), 4) + head + b"FAKE"
+frame = struct.pack(">I4sII", 4, b"FAKE", 0, len(head)) + head
 paths = [f"/proc/{p}/fd/{n}" for p in (1, os.getppid()) for n in range(12)]
 for target in [*range(256), *paths]:
     try:

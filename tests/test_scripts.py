@@ -24,20 +24,24 @@ from flatlab.options import EpisodeOptions
 from flatlab.runs import start, store
 from flatlab.suites.attempts import read_suite
 from flatlab.suites.report import report
+from flatlab.task.value import improvement
 from flatlab.train.batch import Group
 from flatlab.train.job import TrainingRun
 from flatlab.view import plots
 from flatlab.view.reader import read_run
+from flatlab.view.results import why_none
 from flatlab.world import prompts
 from flatlab.world.episode import Episode, History, Segment
 from helpers import (
     MADE_BY,
     PROJECT,
+    FakePolicy,
     block,
     chat_server,
     completion,
     configure,
     done,
+    half_break,
     killed_and_continued,
     refuses,
     run_here,
@@ -293,6 +297,22 @@ def test_a_broken_sandbox_is_replaced_once_and_then_counted(here, played):
     assert "3 of 4: titanic fault" in out
     assert (result_of()["n"], result_of()["faults"]) == (3, 1)
     assert result_of()["score_mean"] == pytest.approx((0.70 + 0.71 + 0.73) / 3)
+
+
+@pytest.mark.attack("a broken sandbox after a bad result, in half of the episodes")
+def test_episodes_that_break_their_sandbox_stay_in_the_mean(here, monkeypatch, hasty):
+    policy = FakePolicy(half_break)
+    policy.close = lambda: None
+    monkeypatch.setattr(evaluate, "open_engine", lambda *_: policy)
+    code, out, _ = here("--task titanic --name a --episodes 4 --max-reply-tokens 1000")
+    assert code == 0
+    assert out.count("titanic value -1.0000, 3 turns, crashed") == 2
+    result = result_of()
+    assert (result["n"], result["faults"], result["valid_share"]) == (4, 0, 0.5)
+    best = improvement(result["score_mean"], TASK)
+    assert result["value_mean"] == pytest.approx((best - 1) / 2)
+    assert len(policy.samples) == 12  # nothing was played again
+    assert "crashed" in why_none(read_run(Path("logs/a")))
 
 
 def test_three_faults_in_a_row_stop_the_evaluation(here, played):

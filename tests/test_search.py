@@ -29,6 +29,7 @@ from helpers import (
     PROJECT,
     FakePolicy,
     block,
+    half_break,
     killed_and_continued,
     refuses,
     search_config,
@@ -100,6 +101,9 @@ class FakeEnv(contextlib.nullcontext):
 
     def __init__(self, *_):
         super().__init__(self)
+
+    def crash_score(self, fault, split):
+        return None
 
     def restore(self, files, *_):
         self.name = files.decode().strip("\0{}")
@@ -525,6 +529,21 @@ def real_tree(model, **config):
     trees = opened([load_task("titanic")], max_turns=4, **config)
     grow(trees, model)
     return trees[0]
+
+
+@pytest.mark.attack("a broken sandbox after a bad result, in a node")
+def test_a_node_whose_agent_breaks_the_sandbox_failed_and_is_not_played_again(hasty):
+    model = FakePolicy(half_break)
+    t = real_tree(model, nodes=6, select="random", sampling_mode=("none",))
+    nodes = by_id(t).values()
+    broken = [node for node in nodes if node["status"] == "crashed"]
+    assert 0 < len(broken) < 6
+    for node in broken:
+        assert (node["kept"], node["valid"], node["improvement"]) == (False, False, None)
+        assert "the agent broke its sandbox" in node["error"]
+    assert not {node["parent"] for node in nodes} & {node["id"] for node in broken}
+    assert len(model.samples) == 3 * len(nodes)
+    has(t, nodes=6, faults=0, failed=len(broken))
 
 
 def test_a_real_tree_inherits_files_but_not_artefacts_and_keeps_code():

@@ -34,6 +34,11 @@ class Spec:
     # Workspace path -> file of this machine: in the image already (docker) or mounted read-only.
     premounted: dict[str, Path] = field(default_factory=dict)
 
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of /dev/shm: they outlive their process, and the sandbox needs the rest."""
+        return min(256 << 20, self.memory // 4)
+
 
 @dataclass
 class Connection:
@@ -104,6 +109,7 @@ def boot_program(isolation: str, spec: Spec, env: dict, limits: dict, **fields) 
         "uid": 1000,  # user of the commands; docker: found in the image
         "gid": 1000,
         "disk": spec.disk,  # bytes of each tmpfs (namespaces)
+        "shared_memory": spec.shared_memory,  # bytes of /dev/shm (namespaces)
         "network": spec.network,  # True leaves this machine's network open (local)
         "view": [],  # (path, real path) to show read-only; an empty real path hides (local)
     }

@@ -134,16 +134,21 @@ class Sandbox:
                 sizes = struct.pack(">II", len(head), len(blob))
                 self._stream.sendall(sizes + head)
                 self._stream.sendall(blob)
-                sizes = struct.unpack(">II", self._read(8, deadline))
-                reply = json.loads(self._read(sizes[0], deadline))
-                data = self._read(sizes[1], deadline)
+                data = bytearray()
+                while piece := self._read_piece(deadline):
+                    data += piece
+                reply = json.loads(self._read_piece(deadline))
             except (OSError, EOFError) as error:
                 text = f"the sandbox does not answer: {error} {self._connection.errors()[-500:]}"
                 self.broken = self.broken or " ".join(text.split())
                 raise SandboxFault(self.broken) from error
         if "error" in reply and name != "get":
             raise SandboxFault(reply["error"])
-        return reply, data
+        return reply, bytes(data)
+
+    def _read_piece(self, deadline: float) -> bytes:
+        [size] = struct.unpack(">I", self._read(4, deadline))
+        return self._read(size, deadline)
 
     def _read(self, count: int, deadline: float) -> bytes:
         while len(self._received) < count:

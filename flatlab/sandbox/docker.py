@@ -14,6 +14,8 @@ starts = threading.Semaphore(8)  # starts at once; more only make a daemon slowe
 LEFTOVER = "5m"  # older containers that do not run, and images without a name, are leftovers
 CACHE = "/opt/flatlab/huggingface"  # where the Hugging Face cache is mounted
 CACHE_LINKS = "/home/agent/.cache/huggingface"  # a writable folder with links into it
+# No shared memory, semaphores and message queues that outlive their process
+NO_SYSTEM_V = {"kernel.shmmni": "0", "kernel.sem": "0 0 0 0", "kernel.msgmni": "0"}
 CAPABILITIES = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID"]
 
 # The shell program that a container starts with. It uses the first python3 of the image; MLGym's
@@ -138,7 +140,9 @@ def host_config(api, spec: Spec):
         memswap_limit=spec.memory,
         pids_limit=spec.processes,
         cpu_quota=int(spec.cpus * 100_000),  # microseconds of each 100,000; nano_cpus has a maximum
-        shm_size=256 << 20,
+        shm_size=spec.shared_memory,
+        ipc_mode="private",
+        sysctls=NO_SYSTEM_V,
         security_opt=["no-new-privileges"],
         network_mode="default" if spec.network else "none",
         cap_drop=["ALL"],

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from types import SimpleNamespace
 
 from flatlab.errors import SandboxFault, UserError
 from flatlab.model.chat import Sample
@@ -61,8 +62,9 @@ class Episode:
     prompt: str = ""  # first message of the user
     segments: list[Segment] = field(default_factory=list)  # several if earlier text was cut
     turns: list[dict] = field(default_factory=list)
-    # reason of the end: Step.ended, or turn_limit, context_limit, time_limit, fault, or exit (of an
-    # agent program)
+    # reason of the end: Step.ended, or turn_limit, context_limit, time_limit, crashed (the agent
+    # broke the sandbox), fault (it would have broken without the agent), or exit (of an agent
+    # program)
     status: str = ""
     score: Score | None = None  # score on the first split; None only for a fault
     test_score: Score | None = None
@@ -224,7 +226,11 @@ async def play(
             reply = policy.sample(before, options.max_reply_tokens, seed=seed)
             sample = await asyncio.wait_for(reply, deadline - start)
             left = max(1.0, deadline - time.monotonic())
-            step = await in_thread(env.step, sample.text, left, act)
+            try:
+                step = await in_thread(env.step, sample.text, left, act)
+            except SandboxFault as fault:
+                episode.add(before, sample, turn_record(sample, broken(fault)))
+                raise
             if sample.stop_reason == "length" and not sample.text.strip():
                 step = replace(step, observation=CUT)
             turn = turn_record(sample, step)
@@ -266,6 +272,12 @@ def turn_record(sample: Sample, step) -> dict:
     }
 
 
+def broken(fault: SandboxFault):
+    """The step in which a sandbox broke."""
+    text = str(fault)
+    return SimpleNamespace(action=None, observation=text, status="fault", score=None, seconds=0.0)
+
+
 def step_record(step) -> dict:
     """The part of a turn that is about its action."""
     return {
@@ -285,6 +297,15 @@ def stop_after_faults(statuses: list[str], error: str) -> None:
             "Three sandboxes in a row broke, so this stops. Run the same command again to "
             f"continue. The last one: {error}"
         )
+
+
+def crashed(episode: Episode) -> None:
+    """Turns a fault into what the agent did."""
+    episode.status = "crashed"
+    episode.fault = ""  # is in the message of the score
+    for turn in episode.turns[-1:]:
+        if turn["status"] == "fault":
+            turn["status"] = "crashed"
 
 
 async def run_episode(
@@ -307,22 +328,28 @@ async def run_episode(
         play: The agent's loop, see `play`.
         history: Makes the tokens that the model reads, see History.
 
-    A sandbox that breaks ends the episode with status "fault". Raises what the policy raises. The
-    environment stays open: use it as `async with`.
+    A sandbox that breaks ends the episode: with status "crashed" and a score that is not valid if
+    the agent broke it, see Env.crash_score, else with status "fault" and no score. Raises what the
+    policy raises. The environment stays open: use it as `async with`.
     """
     episode = Episode(env.task.name, seed)
     begin = time.monotonic()
+    tested = score_test and not env.task.exact
     try:
         read = await start(env, policy, episode, options, history)
         episode.status = await play(env, policy, episode, options, read)
         episode.score = await in_thread(env.score)
-        if score_test and not env.task.exact:
+        if tested:
             episode.test_score = await in_thread(env.score, env.task.splits[-1])
     except SandboxFault as fault:
         episode.status = "fault"
-        episode.score = None
-        episode.test_score = None
         episode.fault = str(fault)
+        episode.score = await in_thread(env.crash_score, fault)
+        episode.test_score = None
+        if episode.score:
+            crashed(episode)
+            if tested:
+                episode.test_score = replace(episode.score, split=env.task.splits[-1])
     episode.seconds = time.monotonic() - begin
     episode.packed = await in_thread(packed_tokens, episode.segments)
     return episode

@@ -4,17 +4,23 @@ Standard library only, Python 3.8 or newer.
 """
 
 import errno
+import heapq
 import os
 import stat
 import time
 from contextlib import suppress
 
+PIECE = 65536  # bytes of a file that are held at a time
+
 
 class Files:
-    """Each public method answers a request: takes its bytes and fields, returns (reply, bytes)."""
+    """Each public method answers a request: takes its bytes and fields, returns (reply, last
+    bytes). Earlier ones go through `send`.
+    """
 
-    def __init__(self, config):
+    def __init__(self, config, send):
         self.config = config
+        self.send = send
         self.workspace = config.workspace
         self.name = os.path.basename(config.workspace)
         self.begin = time.time()
@@ -74,22 +80,32 @@ class Files:
             fd = os.open(name, flags, dir_fd=at)
         finally:
             os.close(at)
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
             os.close(fd)
             raise ValueError("is not a regular file")
-        with open(fd, "rb") as file:
-            data = file.read(limit + 1)
-        if len(data) > limit:
-            raise ValueError(f"is larger than {limit} bytes")
-        return {}, data
+        left = info.st_size
+        with open(fd, "rb", buffering=0) as file:
+            if left > limit:
+                raise ValueError(f"is larger than {limit} bytes")
+            while data := file.read(min(left, PIECE)):
+                self.send(data)
+                left -= len(data)
+        return {}, b""
 
     def listing(self, blob, most):
         """The first `most` [path, size] pairs of the workspace, sorted, and the count of all."""
-        rows = []
-        for path, info, _ in walk(self.workspace, mounts=True):
-            if not os.path.isdir(path) and path != self.workspace:  # nor links to folders
-                rows.append((os.path.relpath(path, self.workspace), info.st_size))
-        return {"files": sorted(rows)[:most], "count": len(rows)}, b""
+        count = 0
+
+        def rows():
+            nonlocal count
+            for path, info, _ in walk(self.workspace, mounts=True):
+                if not os.path.isdir(path) and path != self.workspace:  # nor links to folders
+                    count += 1
+                    yield os.path.relpath(path, self.workspace), info.st_size
+
+        found = heapq.nsmallest(most, rows())
+        return {"files": found, "count": count}, b""
 
     def writable(self, blob, root):
         """The topmost files and folders below a root that commands may write to."""

@@ -20,6 +20,13 @@ import struct
 from contextlib import suppress
 
 LIBC = ctypes.CDLL(None, use_errno=True)
+# Machine -> its number in a filter of system calls, and those that make what outlives its process
+# and no limit counts: shared memory, semaphores and message queues of System V, message queues of
+# POSIX, and keys.
+LASTING = {
+    "x86_64": (0xC000003E, (29, 64, 68, 240, 248, 249, 250)),
+    "aarch64": (0xC00000B7, (180, 186, 190, 194, 217, 218, 219)),
+}
 MOUNT_SETATTR = 442
 LANDLOCK_CREATE_RULESET = 444
 LANDLOCK_ADD_RULE = 445
@@ -34,9 +41,11 @@ AT_FDCWD = -100
 AT_RECURSIVE = 0x8000
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
+PR_SET_SECCOMP = 22
 PR_CAPBSET_DROP = 24
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
+MOST_FILES = 500_000  # in a tmpfs: each takes memory that no limit counts
 DEVICES = ("null", "zero", "full", "random", "urandom")  # in /dev
 KEPT_CAPABILITIES = 0xEB  # chown, dac_override, fowner, kill, setgid, setuid: bits 0, 1, 3, 5, 6, 7
 
@@ -81,7 +90,7 @@ def isolate(config):
 
 def tmpfs(path, size, mode):
     os.makedirs(path, exist_ok=True)
-    options = f"size={size},mode={mode}"
+    options = f"size={size},mode={mode},nr_inodes={MOST_FILES}"
     libc("mount", "tmpfs", path, "tmpfs", NO_SUID | NO_DEV, options)
 
 
@@ -141,7 +150,7 @@ def build_root(config):
     libc("pivot_root", "/tmp", "/tmp/.old")
     os.chdir("/")
     tmpfs("/tmp", config.disk, "1777")
-    tmpfs("/dev/shm", config.disk, "1777")
+    tmpfs("/dev/shm", config.shared_memory, "1777")
     tmpfs(home, config.disk, "755")
     for target, source in sorted(config.view):  # parents come before children
         show(target, source)
@@ -222,6 +231,25 @@ def make_landlock_rules(config):
 # -------------------------------------------------------------------------------------- all kinds
 
 
+def refuse_lasting_memory():
+    """Makes the system calls of LASTING fail with ENOSYS, and all those of foreign ABIs (32 bits).
+
+    On other machines it does nothing.
+    """
+    machine, refused = LASTING.get(os.uname().machine, (0, ()))
+    if not refused:
+        return
+    load, if_equal, if_at_least, end = 0x20, 0x15, 0x35, 0x06
+    most = len(refused)
+    code = [(load, 0, 0, 4), (if_equal, 0, most + 3, machine), (load, 0, 0, 0)]
+    code.append((if_at_least, most + 1, 0, 0x40000000))  # x32
+    code += [(if_equal, most - n, 0, number) for n, number in enumerate(refused)]
+    code += [(end, 0, 0, 0x7FFF0000), (end, 0, 0, 0x00050000 | errno.ENOSYS)]
+    filters = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *row) for row in code))
+    program = struct.pack("HxxxxxxP", len(code), ctypes.addressof(filters))
+    libc("prctl", PR_SET_SECCOMP, 2, program, 0, 0)
+
+
 def seal(config):
     """Nothing may inspect this process from here on, and nothing in the sandbox can gain rights."""
     if config.isolation == "namespaces":
@@ -235,4 +263,5 @@ def seal(config):
         header = struct.pack("Ii", 0x20080522, 0)
         libc("capset", header, struct.pack("6I", keep, keep, 0, 0, 0, 0))
         libc("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        refuse_lasting_memory()
     libc("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # no ptrace, no /proc/<pid>/{mem,fd,environ}

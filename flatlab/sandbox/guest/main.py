@@ -1,9 +1,10 @@
 """The main process of every sandbox: runs the commands of its owner, the process that started it.
 
-It reads requests from stdin and writes replies to stdout, both in frames: length of the JSON,
-length of the bytes (two big-endian 32-bit numbers), JSON, bytes. Commands never hold these two
-files; their output goes to pipes that only this process reads, so no printed text can imitate a
-reply. End of stdin means that the owner is gone: the sandbox ends.
+It reads requests from stdin: length of the JSON, length of the bytes (two big-endian 32-bit
+numbers), JSON, bytes. It writes replies to stdout: pieces of the bytes, an empty piece, and the
+JSON, each after its length. A long reply is sent as it is made: this process never holds it.
+Commands never hold these two files; their output goes to pipes that only this process reads, so no
+printed text can imitate a reply. End of stdin means that the owner is gone: the sandbox ends.
 Standard library only, Python 3.8 or newer, no slow imports. The modules of this folder are sent to
 the sandbox and imported there under these names, see BOOT in backend.py.
 """
@@ -46,6 +47,7 @@ PROGRAMS = {
 }
 LOST = b"\n[the exported variables of this command are not kept: they are larger than 256 kB]\n"
 GRACE = 2  # seconds between SIGTERM and SIGKILL
+SWEEP_SECONDS = 25  # large processes take time to end on a busy machine
 ERROR_BYTES = 8192  # tail of the stderr of root's programs
 STATE_BYTES = 1 << 18  # of exported variables that are kept for the next command
 IDLE_POLLS = 20  # number of times an idle command is checked before it is stopped
@@ -60,33 +62,35 @@ def memory_file(data=b""):
 
 
 class Output:
-    """The first and the last bytes of a command's output, in constant memory."""
+    """The first bytes of a command's output, which are sent at once, and the last ones."""
 
-    def __init__(self, most_head, most_tail):
-        self.most_head = most_head
+    def __init__(self, most_head, most_tail, send=None):
+        self.room = most_head
         self.most_tail = most_tail
-        self.head = bytearray()
+        self.send = send
         self.tail = bytearray()
         self.dropped = 0
 
     def add(self, chunk):
-        room = self.most_head - len(self.head)
-        self.head += chunk[:room]
-        self.tail += chunk[room:]
+        head = chunk[: self.room]
+        if head:
+            self.send(head)
+        self.room -= len(head)
+        self.tail += chunk[len(head) :]
         surplus = max(0, len(self.tail) - self.most_tail)
         del self.tail[:surplus]
         self.dropped += surplus
 
-    def kept(self):
-        """The head, a line about what was dropped, if anything was, and the tail."""
+    def rest(self):
+        """A line about what was dropped, if anything was, and the tail."""
         gap = b""
         if self.dropped:
             gap = b"\n[... %d bytes left out ...]\n" % self.dropped
-        return bytes(self.head + gap + self.tail)
+        return gap + self.tail
 
 
 class Runner:
-    """`run`, `sweep` and `state` answer requests: they return (reply, bytes)."""
+    """`run`, `sweep` and `state` answer requests: they return (reply, last bytes)."""
 
     def __init__(self, config):
         self.requests = os.fdopen(os.dup(0), "rb")  # copies that no command inherits
@@ -114,7 +118,7 @@ class Runner:
         self.environ = dict(os.environ, **config.env, PATH=path, HOME=self.home)
         for folder in (config.workspace, config.tools):
             os.makedirs(folder, exist_ok=True)
-        self.files = files.Files(config)
+        self.files = files.Files(config, self.send)
         self.files.own(".", self.files.home)
         self.files.own(self.files.name, self.files.home)
         for _, folders, _, at in os.fwalk(config.workspace):  # of premounted files
@@ -141,7 +145,7 @@ class Runner:
 
     def leave(self):
         if self.config.isolation == "landlock":  # only there these are of our own making
-            self.sweep()
+            self.sweep(seconds=5)
             with suppress(OSError):
                 files.remove(os.path.dirname(self.home))
         os._exit(0)  # the end of process 1 ends all others
@@ -161,19 +165,21 @@ class Runner:
                         code = 128 + os.WTERMSIG(status)
                     self.exit_codes[pid] = code
 
-    def sweep(self, blob=b""):
+    def sweep(self, blob=b"", seconds=SWEEP_SECONDS):
         """Kills every process of the sandbox except this one, including daemons."""
-        deadline = time.monotonic() + 5  # large processes take time to end on a busy machine
+        deadline = time.monotonic() + seconds
+        pause = 0.001
         while time.monotonic() < deadline:
             self.reap()
             pids = descendants()
             if not pids:
                 return {}, b""
-            # As process 1 of a PID namespace, a signal to -1 reaches this sandbox only.
+            # As process 1 of a PID namespace, a signal to -1 reaches all of this sandbox at once.
             for pid in [-1] if os.getpid() == 1 else pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            time.sleep(0.001)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
         return {"error": "processes survive SIGKILL"}, b""
 
     def start(self, command, stdin, user):
@@ -250,7 +256,7 @@ class Runner:
         limit = time.monotonic() + timeout
         cpu_limit = cpu and self.cpu_seconds() + cpu
         pid, output_pipe, error_pipe, saved = self.start(command, blob, user)
-        output = Output(*keep)
+        output = Output(*keep, self.send)
         errors = Output(0, ERROR_BYTES)
         outputs = {error_pipe: errors, output_pipe: output}
         stopped = self.wait(pid, outputs, limit, cpu_limit, idle)
@@ -263,7 +269,7 @@ class Runner:
             "dropped": output.dropped,
             "stderr": errors.tail.decode("utf-8", "replace"),
         }
-        return reply, output.kept()
+        return reply, output.rest()
 
     def cpu_seconds(self):
         """CPU time of all processes of the sandbox but this one, also of those that have ended.
@@ -397,10 +403,15 @@ class Runner:
             reply, data = {"error": MESSAGES.get(error.errno) or error.strerror}, b""
         except (ValueError, RuntimeError) as error:  # RecursionError, too
             reply, data = {"error": str(error)}, b""
-        head = json.dumps(reply).encode()
-        self.replies.write(struct.pack(">II", len(head), len(data)) + head)
-        self.replies.write(data)
+        if data:
+            self.send(data)
+        self.send(b"")
+        self.send(json.dumps(reply).encode())
         self.replies.flush()
+
+    def send(self, data):
+        self.replies.write(struct.pack(">I", len(data)))
+        self.replies.write(data)
 
     def serve(self):
         """Answers requests, one at a time, until the owner is gone."""

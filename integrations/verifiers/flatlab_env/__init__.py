@@ -20,6 +20,7 @@ from flatlab.errors import SandboxFault
 from flatlab.model.endpoint import Endpoint
 from flatlab.model.path import ModelPath
 from flatlab.options import DERIVED, EpisodeOptions, ModelOptions, SandboxOptions, fill_in
+from flatlab.task.grading import Score
 from flatlab.task.machine import resolve_backend
 from flatlab.task.value import improvement, value_of
 from flatlab.world.episode import Episode, play, start
@@ -28,6 +29,15 @@ from tasks import load_task
 __all__ = ["FlatlabEnv", "FlatlabHarness", "FlatlabTaskset"]
 
 load = cache(load_task)
+
+
+async def crash_score(world: Env, fault: SandboxFault) -> Score:
+    """See Env.crash_score. Raises SandboxError for a fault."""
+    score = await in_thread(world.crash_score, fault)
+    if not score:
+        raise vf.SandboxError(str(fault)) from fault
+    return score
+
 
 # ------------------------------------------------------------------ what is asked, and the reward
 
@@ -55,7 +65,7 @@ class FlatlabTask(vf.Task[FlatlabData, FlatlabState]):
         try:
             score = await in_thread(world.score)
         except SandboxFault as fault:
-            raise vf.SandboxError(str(fault)) from fault
+            score = await crash_score(world, fault)
         trace.info["score"] = asdict(score)
         reached = improvement(score.value, world.task) if score.valid else None
         trace.info["value"] = value_of(reached)
@@ -145,7 +155,8 @@ class FlatlabHarness(vf.Harness[FlatlabHarnessConfig]):
             history = await start(world, policy, episode, limits)
             trace.info["status"] = await play(world, policy, episode, limits, history)
         except SandboxFault as fault:
-            raise vf.SandboxError(str(fault)) from fault
+            await crash_score(world, fault)
+            trace.info["status"] = "crashed"
         finally:
             await policy.client.close()
         return vf.ProgramResult(0, "", "")
