@@ -128,7 +128,7 @@ class Env(AbstractContextManager, AbstractAsyncContextManager):
         """Starts over in a new sandbox with the task's public files."""
         box = self.open()
         files = self.task.public.items()
-        box.put({path: file for path, file in files if path not in box.premounted})
+        box.put({path: file for path, file in files if path not in box.mounts})
         self.given = given_work(self.task, box)
 
     def prompt(self, options: EpisodeOptions | None = None, policy=None) -> str:

@@ -39,7 +39,7 @@ from flatlab.sandbox import client, docker, local, snapshot
 from flatlab.sandbox.backend import IMAGE, Spec
 from flatlab.sandbox.client import Sandbox
 from flatlab.sandbox.docker import docker_api
-from flatlab.task import images
+from flatlab.task import machine
 from flatlab.task.machine import resolve_backend
 from helpers import PROJECT, do, slow, user_error
 from tasks import load_task
@@ -822,74 +822,35 @@ def test_hf_cache_is_mounted_read_only_and_found(tmp_path):
     assert not (tmp_path / "hub/new").exists()
 
 
-# ---- images for a task
+# ---- files and packages of a task
 
 
-def leftovers():
-    """Images of this process that have lost their name."""
-    label = f"flatlab.owner={socket.gethostname()}:{os.getpid()}"
-    return docker_api().images(filters={"dangling": True, "label": label})
-
-
-def remove_leftovers():
-    """As a later process does at its first use of Docker, when their containers have ended."""
-
-    def are_gone():
-        docker_api.cache_clear()
-        return not leftovers()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(docker, "LEFTOVER", "0s")
-        return wait_for(are_gone)
-
-
-@pytest.fixture
-def big_task(tmp_path):
-    (tmp_path / "big.bin").write_bytes(b"7" * (9 << 20))
-    yield replace(
-        load_task("titanic"),
-        name="flatlab test",
-        public={"data/big.bin": tmp_path / "big.bin"},
-    )
-    api = docker_api()
-    for image in api.images("flatlab/flatlab-test"):
-        for tag in image["RepoTags"]:
-            api.remove_image(tag, force=True)
-    remove_leftovers()
-
-
-@needs_docker
-def test_large_files_are_baked_into_one_image_once(big_task, monkeypatch):
-    with Env(big_task, "docker") as world:
-        assert "data/big.bin (9437184 bytes)" in world.reset()
-        first = world.sandbox.spec.image
-        assert first.startswith("flatlab/flatlab-test:")
-        assert do(world, "echo x >> data/big.bin").status == "ok"
-    # A file that the agent may hand in, or remove, is in no image.
-    given = replace(big_task, artefacts=("submission.csv", "data/*"))
-    assert images.prepared_image(given, IMAGE) == IMAGE
-    images.found_images.clear()  # as a later process
-    with monkeypatch.context() as patch:
-        patch.setattr(images, "commit", lambda *_: pytest.fail("built again"))
-        assert images.prepared_image(big_task, IMAGE) == first
-    docker_api().remove_image(first, force=True)  # by somebody else
-    with Env(big_task, "docker") as world:
-        with pytest.raises(SandboxFault):
-            world.reset()
-        assert "data/big.bin" in world.reset()
-    big_task.public["data/big.bin"].write_bytes(b"8" * (9 << 20))
-    images.found_images.clear()
-    assert images.prepared_image(big_task, IMAGE) != first
-
-
-@needs_docker
-@pytest.mark.fault(20, "an image that lost its name while a container used it")
-def test_images_without_a_name_are_removed_at_the_next_start(big_task):
-    with Env(big_task, "docker") as world:
+@pytest.mark.parametrize("artefacts, is_mounted", [(("submission.csv",), 1), (("data/*",), 0)])
+def test_a_large_file_is_mounted_unless_it_may_be_handed_in(
+    isolated, monkeypatch, artefacts, is_mounted
+):
+    monkeypatch.setattr(machine, "MOUNT_BYTES", 10_000)
+    task = replace(load_task("titanic"), artefacts=artefacts)
+    with Env(task, isolated) as world:
         world.reset()
-        docker_api().remove_image(world.sandbox.spec.image, force=True)
-        assert leftovers()
-    assert remove_leftovers()
+        assert ("data/train.csv" in world.sandbox.mounts) == is_mounted
+        assert do(world, "head -1 data/train.csv").observation == "id,class,sex,age,survived"
+        assert do(world, "touch data/new").status == "ok"
+        change = do(world, "echo 9 >> data/train.csv; rm data/train.csv; tail -1 data/train.csv")
+        assert ("No such file" in change.observation) == (not is_mounted)
+        assert world.task.public["data/train.csv"].is_file()
+
+
+@needs_docker
+def test_a_daemon_that_does_not_see_a_file_gets_a_copy(monkeypatch):
+    monkeypatch.setattr(machine, "MOUNT_BYTES", 10_000)
+    with closing(Sandbox("docker", mounts={"x": Path("/nowhere/x")})) as box:
+        assert box.mounts == {}
+    docker_api()
+    monkeypatch.setenv("DOCKER_HOST", "tcp://elsewhere:2375")
+    with Env(load_task("titanic"), "docker") as world:
+        assert "data/train.csv (" in world.reset()
+        assert world.sandbox.mounts == {}
 
 
 def test_missing_requirements_of_a_local_sandbox_are_named(tmp_path):
@@ -898,9 +859,6 @@ def test_missing_requirements_of_a_local_sandbox_are_named(tmp_path):
     task = replace(load_task("titanic"), requirements=needed, public={}, trivial={})
     with user_error("needs packages .* lacks: flatlab-nowhere"):
         tasks.check(task, SandboxOptions("local"))
-
-
-# ---- packages of a task
 
 
 WITH_WHEEL = "flatlab/with-wheel:1"
@@ -929,7 +887,7 @@ def needy(tmp_path):
     needed = tmp_path / "requirements.txt"
     needed.write_text("--no-index\n--find-links /srv\nflatlab_one>=1\n")
     yield replace(load_task("titanic"), name="needy", requirements=needed)
-    for image in sum(map(api.images, ("flatlab/needy", WITH_PACKAGE, WITH_WHEEL)), []):
+    for image in sum(map(api.images, (WITH_PACKAGE, WITH_WHEEL)), []):
         api.remove_image(image["RepoTags"][0], force=True)
 
 

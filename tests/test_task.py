@@ -1034,7 +1034,7 @@ def test_a_large_file_that_only_its_owner_may_read_is_copied(folder):
     (folder / "numbers.txt").write_bytes(b"1" * (17 << 20))
     (folder / "numbers.txt").chmod(0o600)
     box = open_sandbox(load_task("median"), LOCAL_BOX)
-    assert "data/numbers.txt" not in box.premounted
+    assert "data/numbers.txt" not in box.mounts
     box.close()
 
 

@@ -31,8 +31,8 @@ class Spec:
     hide: tuple[str, ...] = ()  # local: folders of this machine that must not be visible
     # Folders relative to where Python packages lie that are empty in there (not with Landlock).
     hide_package_data: tuple[str, ...] = ()
-    # Workspace path -> file of this machine: in the image already (docker) or mounted read-only.
-    premounted: dict[str, Path] = field(default_factory=dict)
+    # Workspace path -> file of this machine, mounted read-only if the backend can do that
+    mounts: dict[str, Path] = field(default_factory=dict)
 
     @property
     def shared_memory(self) -> int:
@@ -47,6 +47,7 @@ class Connection:
     stream: object  # has recv, sendall, settimeout, shutdown and close, as a socket
     stop: Callable[[], None]  # closes the stream, which ends the sandbox
     errors: Callable[[], str]  # stderr of the program inside so far
+    mounts: dict[str, Path] = field(default_factory=dict)  # those of Spec.mounts that are there
     container: str | None = None  # its id
 
 
@@ -56,7 +57,6 @@ class Backend:
     covers: str  # one line: isolated parts, and gaps
     is_complete: bool = True  # False: only the stand-in model uses it unless it is asked for
     is_container: bool = False  # has images and GPUs
-    can_premount: bool = True  # Spec.premounted works
     # Where commands can write beside their home; () nowhere, None: depends on the image.
     writable: tuple[str, ...] | None = ()
 

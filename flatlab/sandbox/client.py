@@ -102,20 +102,20 @@ class Sandbox:
         backend: "docker", "local", or a kind of local: "namespaces", "landlock".
         options: Fields of `Spec`.
 
-    The attribute `premounted` is Spec.premounted, or {} if the backend cannot do that. Every method
-    raises SandboxFault if the sandbox is broken or does not answer in time.
+    The attribute `mounts` holds those of Spec.mounts that are in place. Every method raises
+    SandboxFault if the sandbox is broken or does not answer in time.
     """
 
     def __init__(self, backend: str, **options):
         self.backend = get_backend(backend)
         self.spec = spec = Spec(**options)
-        self.premounted = spec.premounted if self.backend.can_premount else {}
         self._lock = threading.Lock()
         self._received = bytearray()
         self.broken = ""  # reason why no call can be answered any more
         self._connection = self.backend.start(spec)
         self._stream = self._connection.stream
         self.container = self._connection.container
+        self.mounts = self._connection.mounts
         try:
             self.workspace = self.call("state")[0]["cwd"]
         except SandboxFault:

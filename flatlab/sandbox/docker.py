@@ -6,12 +6,20 @@ import secrets
 import socket
 import threading
 from contextlib import suppress
+from dataclasses import replace
 
 from flatlab.errors import SandboxFault
-from flatlab.sandbox.backend import Backend, Connection, Spec, boot_program, package_patterns
+from flatlab.sandbox.backend import (
+    WORKSPACE,
+    Backend,
+    Connection,
+    Spec,
+    boot_program,
+    package_patterns,
+)
 
 starts = threading.Semaphore(8)  # starts at once; more only make a daemon slower
-LEFTOVER = "5m"  # older containers that do not run, and images without a name, are leftovers
+LEFTOVER = "5m"  # older containers that do not run are leftovers
 CACHE = "/opt/flatlab/huggingface"  # where the Hugging Face cache is mounted
 CACHE_LINKS = "/home/agent/.cache/huggingface"  # a writable folder with links into it
 # No shared memory, semaphores and message queues that outlive their process
@@ -83,8 +91,13 @@ def shell_program(spec: Spec) -> str:
 
 
 def start_docker(spec: Spec) -> Connection:
-    """Starts a container that removes itself when the program in it ends. Raises SandboxFault."""
+    """Starts a container that removes itself when the program in it ends. Without the mounts of
+    the spec if the daemon does not see the files, as a remote one. Raises SandboxFault.
+    """
     from docker.errors import DockerException
+
+    if not os.environ.get("DOCKER_HOST", "unix:").startswith("unix:"):
+        spec = replace(spec, mounts={})  # another machine may have other files at these paths
 
     api = docker_api()
     name = f"flatlab-{secrets.token_hex(8)}"
@@ -114,10 +127,12 @@ def start_docker(spec: Spec) -> Connection:
     except (DockerException, OSError) as error:
         with suppress(DockerException, OSError):  # it may not be there, or no daemon is
             api.remove_container(name, force=True)
+        if spec.mounts:
+            return start_docker(replace(spec, mounts={}))
         raise SandboxFault(f"Docker did not start a container: {short_text(error)}") from error
 
     # The program inside sees the end of the connection; its end ends and removes the container.
-    return Connection(stream, stream.close, stream.errors, container)
+    return Connection(stream, stream.close, stream.errors, spec.mounts, container)
 
 
 def short_text(error: Exception) -> str:
@@ -126,15 +141,20 @@ def short_text(error: Exception) -> str:
 
 
 def host_config(api, spec: Spec):
-    from docker.types import DeviceRequest, LogConfig
+    from docker.types import DeviceRequest, LogConfig, Mount
 
-    cache = os.path.realpath(os.path.expanduser(spec.hf_cache or ""))
+    mounts = [(f"{WORKSPACE}/{path}", file) for path, file in spec.mounts.items()]
+    if spec.hf_cache:
+        mounts.append((CACHE, os.path.expanduser(spec.hf_cache)))
     gpus = DeviceRequest(count=-1, capabilities=[["gpu"]])
     return api.create_host_config(
         auto_remove=True,
         # The daemon would write everything that goes over the connection to its disk.
         log_config=LogConfig(type="none"),
-        binds=[f"{cache}:{CACHE}:ro"] if spec.hf_cache else None,
+        mounts=[
+            Mount(place, os.path.realpath(source), type="bind", read_only=True)
+            for place, source in mounts
+        ],
         device_requests=[gpus] if spec.gpu else None,
         mem_limit=spec.memory,
         memswap_limit=spec.memory,
@@ -154,7 +174,7 @@ def host_config(api, spec: Spec):
 def docker_api():
     """The connection to the daemon at $DOCKER_HOST, or at the default place.
 
-    Removes what killed processes left: containers that were never started, images without a name.
+    Removes the containers that killed processes left and that were never started.
     """
     import docker
 
@@ -163,7 +183,6 @@ def docker_api():
     ours = {"label": "flatlab.owner", "until": LEFTOVER}
     with suppress(docker.errors.APIError):  # another process does the same right now
         api.prune_containers(ours)
-        api.prune_images(ours)
     return api
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from glob import escape, glob
 from pathlib import Path
@@ -65,7 +66,7 @@ def local_view(spec: Spec) -> list[tuple[str, str]]:
 
 def start_namespaces(spec: Spec) -> Connection:
     view = local_view(spec)
-    for path, source in spec.premounted.items():
+    for path, source in spec.mounts.items():
         view.append((f"{WORKSPACE}/{path}", os.path.realpath(source)))
     for pattern in package_patterns(spec.hide_package_data, map(escape, PREFIXES)):
         view += [(path, "") for path in glob(pattern)]
@@ -89,6 +90,7 @@ def start_landlock(spec: Spec) -> Connection:
     os.chmod(folder, 0o755)
     home = f"{folder}/agent"
     paths = {"workspace": f"{home}/workspace", "tools": f"{home}/.bin"}
+    spec = replace(spec, mounts={})  # it can mount nothing
     return start_process("landlock", spec, view, user, {"TMPDIR": home}, {}, **paths)
 
 
@@ -125,7 +127,8 @@ def start_process(isolation, spec: Spec, view, user, env, limits, **paths):
     os.set_blocking(process.stderr.fileno(), False)
     with suppress(OSError):  # it has ended; the first answer will not come, `errors` says why
         ours.sendall(text)
-    return Connection(ours, partial(end, ours, process), partial(read_errors, process))
+    stop, errors = partial(end, ours, process), partial(read_errors, process)
+    return Connection(ours, stop, errors, spec.mounts)
 
 
 def read_errors(process) -> str:
@@ -155,5 +158,4 @@ LANDLOCK = Backend(
     "shared memory; not covered: processes are visible, UDP and local sockets are open, no limits "
     "in total, and hidden data of Python packages",
     is_complete=False,
-    can_premount=False,
 )

@@ -177,6 +177,6 @@ def tail(printed: bytes) -> str:
 def lay_out(task: Task, artefacts: dict[str, bytes], sandbox) -> None:
     """Puts the agent's artefacts and the host's version of all other files into the workspace."""
     files = task.grading_files(artefacts).items()
-    there = sandbox.premounted
+    there = sandbox.mounts
     missing = {path: source for path, source in files if there.get(path) != source}
     sandbox.put(missing, user="root")

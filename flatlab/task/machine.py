@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import stat
 import threading
 from dataclasses import replace
@@ -11,9 +13,8 @@ from flatlab.errors import SandboxFault, UserError
 from flatlab.options import SandboxOptions
 from flatlab.sandbox.client import KINDS, Sandbox, get_backend, pick_backend
 from flatlab.task.definition import Task
-from flatlab.task.images import check_requirements, found_images, prepared_image
 
-MOUNT_BYTES = 16 << 20  # size above which a local sandbox mounts a public file
+MOUNT_BYTES = 16 << 20  # size above which a public file is mounted, not copied
 
 
 def resolve_backend(task: Task, options: SandboxOptions) -> SandboxOptions:
@@ -49,42 +50,30 @@ def open_sandbox(task: Task, options: SandboxOptions, seed: int = 0, **limits) -
     """Opens a sandbox for an agent or for a grading, with a network only if the task needs one.
     options: as resolve_backend returns them.
 
-    It holds none of the task's hidden files. Public files may be in place already (see
-    Sandbox.premounted). limits: memory, disk, cpus, processes. Raises SandboxFault, and UserError
+    It holds none of the task's hidden files. Large public files may be in place already (see
+    Sandbox.mounts). limits: memory, disk, cpus, processes. Raises SandboxFault, and UserError
     if the task's requirements are missing.
     """
-    is_container = get_backend(options.backend).is_container
-    image = task.image or options.image
-    mounted = {}
-    if is_container:
-        prepared = prepared_image(task, image)
-        if prepared != image:
-            mounted = task.fixed
-            image = prepared
-    else:
-        # A file that is mounted could not be removed, so an artefact is never mounted. It keeps its
-        # permissions, too: one that the agent's user could not read is copied.
-        for path, file in task.fixed.items():
-            facts = file.stat()
-            if facts.st_size > MOUNT_BYTES and facts.st_mode & stat.S_IROTH:
-                mounted[path] = file
-    try:
-        box = Sandbox(
-            options.backend,
-            image=image,
-            premounted=mounted,
-            env={"PYTHONHASHSEED": str(seed % 2**32)},
-            network=options.network and task.needs_network,
-            gpu=task.needs_gpu,
-            hf_cache=options.hf_cache,
-            hide=tuple({str(path.resolve().parent) for path in task.hidden.values()}),
-            hide_package_data=task.hide_package_data,
-            **limits,
-        )
-    except SandboxFault:
-        found_images.clear()  # somebody may have removed the image: the next call looks again
-        raise
-    if task.requirements and not is_container:
+    # A file that is mounted could not be removed, so an artefact is never mounted. It keeps its
+    # permissions, too: one that the agent's user could not read is copied.
+    mounts = {}
+    for path, file in task.fixed.items():
+        facts = file.stat()
+        if facts.st_size > MOUNT_BYTES and facts.st_mode & stat.S_IROTH:
+            mounts[path] = file
+    box = Sandbox(
+        options.backend,
+        image=task.image or options.image,
+        mounts=mounts,
+        env={"PYTHONHASHSEED": str(seed % 2**32)},
+        network=options.network and task.needs_network,
+        gpu=task.needs_gpu,
+        hf_cache=options.hf_cache,
+        hide=tuple({str(path.resolve().parent) for path in task.hidden.values()}),
+        hide_package_data=task.hide_package_data,
+        **limits,
+    )
+    if task.requirements:
         check_requirements(box, task)
     return box
 
@@ -113,3 +102,35 @@ def software_of(box: Sandbox) -> list:
                 raise SandboxFault(f"python3 cannot list its packages: {result.output[-500:]}")
             looked_up[key] = json.loads(result.output)
     return looked_up[key]
+
+
+# Only sandboxes use the image, so pip may change the Python of its system.
+DOCKERFILE = """\
+docker build --tag flatlab-packages --file - {folder} <<'END'
+FROM {image}
+USER root
+COPY {file} /tmp/requirements.txt
+RUN PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir -r /tmp/requirements.txt
+END"""
+
+
+def check_requirements(box: Sandbox, task: Task) -> None:
+    """Closes the sandbox and raises UserError if it lacks a package that the task requires."""
+    there = {plain_name(name) for name in software_of(box)[1]}
+    text = task.requirements.read_text(encoding="utf-8")
+    needed = re.findall(r"^[ \t]*([A-Za-z0-9][\w.-]*)", text, re.MULTILINE)
+    missing = [name for name in needed if plain_name(name) not in there]
+    if missing:
+        box.close()
+        folder = shlex.quote(str(task.requirements.parent))
+        file = task.requirements.name
+        command = DOCKERFILE.format(folder=folder, file=file, image=box.spec.image)
+        raise UserError(
+            f"Task {task.name} needs packages that its sandbox lacks: {', '.join(missing)}. This "
+            f"makes an image for --backend docker --image flatlab-packages:\n{command}"
+        )
+
+
+def plain_name(package: str) -> str:
+    """A name of a package as pip compares it."""
+    return re.sub("[-_.]+", "-", package).lower()

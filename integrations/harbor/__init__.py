@@ -9,15 +9,16 @@ grading unpacks it in a fresh container of that image, and only that one gets th
 from __future__ import annotations
 
 import io
+import re
 import shlex
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 
 from flatlab.errors import UserError
 from flatlab.sandbox.backend import WORKSPACE
-from flatlab.sandbox.docker import docker_problem, short_text
+from flatlab.sandbox.docker import docker_api, docker_problem, short_text
 from flatlab.task.definition import Task, refuse_overlap
-from flatlab.task.images import remove_others, repository_name
 from flatlab.task.listing import tree_files
 
 # What a sandbox cannot give: keys of task.toml, and files.
@@ -162,3 +163,20 @@ def foreign_image(
             f"{short_text(error)}"
         ) from error
     return name, workdir
+
+
+def repository_name(task: str) -> str:
+    name = re.sub(r"[^a-z0-9]+", "-", task.lower()).strip("-") or "task"
+    return f"flatlab/{name}"
+
+
+def remove_others(name: str) -> None:
+    """Removes the other images of a repository, but for those that a container uses."""
+    from docker.errors import APIError
+
+    repository, key = name.split(":")
+    for old in docker_api().images(repository):
+        for tag in old["RepoTags"] or []:
+            if not tag.endswith(f":{key}"):  # podman puts a registry before the repository
+                with suppress(APIError):
+                    docker_api().remove_image(tag)

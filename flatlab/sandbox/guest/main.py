@@ -121,7 +121,7 @@ class Runner:
         self.files = files.Files(config, self.send)
         self.files.own(".", self.files.home)
         self.files.own(self.files.name, self.files.home)
-        for _, folders, _, at in os.fwalk(config.workspace):  # of premounted files
+        for _, folders, _, at in os.fwalk(config.workspace):  # above mounts
             for name in folders:
                 self.files.own(name, at)
         for name, text in PROGRAMS.items():
