@@ -25,18 +25,16 @@ from pathlib import Path
 import env
 from flatlab import options
 from flatlab.errors import UserError
-from flatlab.files import read_rows
 from flatlab.model.path import model_name
 from flatlab.numbers import value_text
 from flatlab.runs import cli, start
+from flatlab.runs.store import EPISODES
 from flatlab.suites.attempts import read_suite
 from flatlab.suites.report import report
-from flatlab.task.builtin import validated
-from flatlab.train import checkpoint, metrics
-from flatlab.train.batch import Group
+from flatlab.train import metrics
 from flatlab.view import console
 from flatlab.view.reader import read_run
-from flatlab.world.episode import Episode, run_episode, stop_after_faults
+from flatlab.world.episode import run_episode, stop_after_faults
 from flatlab.world.prompts import load_prompts
 from policy import open_engine, token_counter
 
@@ -71,7 +69,7 @@ class Config:
 async def evaluate(policy, tasks: list, numbers: list[int], cfg: Config, run) -> None:
     """Plays the episodes of these numbers that are not stored yet, and records each as it ends."""
     slots = asyncio.Semaphore(cfg.concurrency)
-    played = stored_episodes(run, tasks)
+    played = stored_rows(run)
     begun = time.monotonic()
     before = len(played)
     earlier = run.result.get("seconds", 0)
@@ -82,20 +80,20 @@ async def evaluate(policy, tasks: list, numbers: list[int], cfg: Config, run) ->
         async with slots:
             for _ in range(2):
                 async with env.Env(task, cfg.sandbox, seed) as world:
-                    episode = await run_episode(world, policy, cfg.episode, seed, score_test=True)
+                    episode = await run_episode(world, policy, cfg.episode, score_test=True)
                 if episode.status != "fault":
                     break
         if cfg.url:
             episode.packed = b""  # tokens of an endpoint are not the model's
-        group = Group(number, task, [episode], [])
-        played[number] = group
-        checkpoint.save_groups(run, number, [group])
+        episode.id = episode.when = f"{number}"
+        run.save_episodes(episode.when, [episode])
+        played[number] = episode.row()
         spent = time.monotonic() - begun
-        statuses = [group.episodes[0].status for group in played.values()]
+        statuses = [row["status"] for row in played.values()]
         if {*statuses} != {"fault"}:
             run.update_result(**results(played, tasks), seconds=earlier + spent)
         left = spent / (len(played) - before) * (len(numbers) - len(played))
-        console.episode_made(group, len(played), len(numbers), left)
+        console.episode_made(episode, len(played), len(numbers), left)
         stop_after_faults(statuses, episode.fault)
 
     async with asyncio.TaskGroup() as together:
@@ -105,27 +103,17 @@ async def evaluate(policy, tasks: list, numbers: list[int], cfg: Config, run) ->
     run.update_result(**results(played, tasks), status="finished")
 
 
-def stored_episodes(run, tasks: list) -> dict[int, Group]:
-    """Groups of one episode that this run has played before, by number. Faults are played again."""
-    played = {}
-    for file in sorted((run.dir / "episodes").glob("[0-9]*.jsonl")):
-        number = int(file.stem)
-        try:
-            [row] = read_rows(file)
-            episode = validated(Episode, row, file)
-        except (UserError, ValueError):  # ValueError: none or several rows
-            raise UserError(
-                f"{file} is damaged: remove it, and its episode is played again."
-            ) from None
-        if episode.status != "fault":
-            played[number] = Group(number, tasks[number % len(tasks)], [episode], [])
-    return played
+def stored_rows(run) -> dict[int, dict]:
+    """The rows of the episodes that this run has played before, by number. Faults are played
+    again, so their rows are removed.
+    """
+    run.keep_rows(EPISODES, lambda row: row["status"] != "fault")
+    return {int(row["id"]): row for row in run.rows(EPISODES)}
 
 
-def results(played: dict[int, Group], tasks: list) -> dict:
+def results(played: dict[int, dict], tasks: list) -> dict:
     """The numbers of result.json. value: on the test part if there is one."""
-    groups = [*played.values()]
-    found = metrics.evaluation(groups, tasks)
+    found = metrics.evaluation([*played.values()], tasks)
     return found | {"value": found.get("test_value_mean", found["value_mean"])}
 
 

@@ -9,8 +9,8 @@ The same command again resumes a run. One step, in reading order (flatlab/ left 
 1. train: plan_step (train/batch.py) chooses the tasks of P groups; play_groups plays G episodes of
    each, all in flight on one engine; with --ahead those of the next steps, too
 2. run_episode, play (world/episode.py): Policy.sample (policy.py), Env.step, Env.score (env.py)
-3. rewards_of: a function of the improvement over the baseline, on the validation part; equal
-   rewards teach nothing, so another group is sampled instead
+3. reward_of: a function of the episode, of its improvement over the baseline on the validation
+   part; equal rewards teach nothing, so another group is sampled instead
 4. make_batch: advantages and credit of each token; sequences_of, weighted (train/batch.py)
 5. optimize, micro_loss: clipped policy gradient + KL; Policy.logprobs (policy.py); one AdamW step
 6. Policy.sync: these weights into the running engine (model/lora_sync.py)
@@ -48,7 +48,7 @@ import env
 from flatlab import options, threads
 from flatlab.errors import UserError, finite, finite_list
 from flatlab.runs import cli, start
-from flatlab.task.value import summary_text
+from flatlab.task.value import evaluation_columns, summary_text
 from flatlab.train import checkpoint, metrics
 from flatlab.train.batch import (
     Group,
@@ -85,25 +85,32 @@ KL_SHARE = 0.25  # random share of the micro-batches with a KL term; its weight 
 TASK_WEIGHTS = {}  # share of the groups by name of the task, {"titanic": 2}; others have 1
 
 
-# Rewards of a valid submission. improvement: 0 at the task's baseline, 1 at its reference. episode:
-# the whole transcript, the hook for other terms.
+# Rewards of an episode with a valid submission. episode.improvement: 0 at the task's baseline, 1 at
+# its reference. Other terms may use all that came of it, see Episode in world/episode.py.
 
 
-def continuous(improvement, episode):
+def continuous(episode):
     """The improvement, clipped to [-1, 1]."""
-    return max(-1.0, min(1.0, improvement))
+    return max(-1.0, min(1.0, episode.improvement))
 
 
-def tiered(improvement, episode):
+def tiered(episode):
     """1 from the reference on, 0.2 above the baseline, 0 otherwise."""
-    if improvement >= 1:
+    if episode.improvement >= 1:
         return 1.0
-    return 0.2 if improvement > 0 else 0.0
+    return 0.2 if episode.improvement > 0 else 0.0
 
 
-def binary(improvement, episode):
+def binary(episode):
     """1 above the baseline, else 0."""
-    return float(improvement > 0)
+    return float(episode.improvement > 0)
+
+
+def reward_of(episode, cfg):
+    """The reward of an episode that is not a fault."""
+    if not episode.valid:
+        return NO_SUBMISSION
+    return finite(f"The reward {cfg.reward}", REWARDS[cfg.reward](episode), NO_SUBMISSION)
 
 
 # Advantages of a group's episodes.
@@ -129,7 +136,7 @@ def rloo(rewards):
     return [scale * (r - fmean(rewards)) for r in rewards]
 
 
-# Credit: the advantage of each reply of an episode. turns: as in episodes/*.jsonl. A reply with
+# Credit: the advantage of each reply of an episode. turns: as in transcripts/. A reply with
 # None is not trained: no loss and no KL on its tokens, and the mean over tokens leaves them out.
 
 
@@ -349,18 +356,6 @@ class Config:
 # ------------------------------------------------------------------------------ sample
 
 
-def rewards_of(group: Group, cfg: Config) -> list[float]:
-    """One reward per episode that is not a fault."""
-    rewards = []
-    for e, improvement in zip(group.played, group.improvements()):
-        reward = NO_SUBMISSION
-        if improvement is not None:
-            reward = REWARDS[cfg.reward](improvement, e)
-            reward = finite(f"The reward {cfg.reward}", reward, NO_SUBMISSION)
-        rewards.append(reward)
-    return rewards
-
-
 async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
     """Plays the groups of a plan; returns those of this rank by number.
 
@@ -376,7 +371,10 @@ async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
     async def one(task, number):
         seed = plan.seed * 100_003 + number
         async with slots.slot(plan.order), env.Env(task, cfg.sandbox, seed) as world:
-            return await run_episode(world, policy, cfg.episode, seed, plan.test, job.play)
+            episode = await run_episode(world, policy, cfg.episode, None, plan.test, job.play)
+        if episode.status != "fault":
+            episode.reward = reward_of(episode, cfg)
+        return episode
 
     async def fill(number):
         while number is not None:
@@ -386,8 +384,7 @@ async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
                 task = planned[number]
                 places = range(number * plan.size, (number + 1) * plan.size)
                 plays = [together.create_task(one(task, i)) for i in places]
-            group = Group(number, task, [playing.result() for playing in plays], [])
-            group.rewards = rewards_of(group, cfg)
+            group = Group(number, task, [playing.result() for playing in plays])
             groups.append(group)
             number = None if group.informative else next(spare, None)
 
@@ -400,7 +397,7 @@ async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
 async def evaluate(policy, cfg: Config, job, name: str, seed: int, test=False) -> list[Group]:
     """Plays cfg.eval_episodes episodes, one per group, the same ones for the same seed.
 
-    They are saved as episodes/<name>.jsonl. No update happens meanwhile. Returns the groups.
+    They are saved under this name. No update happens meanwhile. Returns the groups.
     """
     planned = itertools.islice(itertools.cycle(job.tasks), cfg.eval_episodes)
     groups = await play_groups(policy, Plan([*planned], 1, seed, test=test), cfg, job)
@@ -421,7 +418,7 @@ async def judge(policy, cfg: Config, job, name: str) -> dict:
         begun = time.perf_counter()
         groups = await evaluate(policy, cfg, job, name, seed)
         job.evaluation_seconds = time.perf_counter() - begun
-        result = metrics.evaluation(groups, job.tasks)
+        result = metrics.evaluation(metrics.rows_of(groups), job.tasks)
     await in_trainer(checkpoint.keep_best, policy, job, result | {"step": job.step - 1})
     return result
 
@@ -589,8 +586,8 @@ async def train(policy, cfg: Config, job, update=update, play=play) -> None:
             job.step = step + 1
             is_due = job.step % cfg.eval_every == 0 or job.step >= cfg.steps
             if is_due or not cfg.eval_episodes:
-                result = await judge(policy, cfg, job, f"eval-{step:06d}")
-                row |= metrics.evaluation_columns(result)
+                result = await judge(policy, cfg, job, f"eval-{step}")
+                row |= evaluation_columns(result)
             row["alarms"] = metrics.alarms(row, rows)
             rows.append(row)
             job.stopped = metrics.collapse(rows, job.best)
@@ -632,7 +629,7 @@ async def begin(policy, optimizer, cfg: Config, job) -> list[dict]:
         if cfg.eval_episodes:
             result = await judge(policy, cfg, job, "before")
             job.update_result(before=result)
-            job.track({"step": -1} | metrics.evaluation_columns(result))
+            job.track({"step": -1} | evaluation_columns(result))
             split = metrics.split_of(job.tasks)
             print(f"before training: {summary_text(result)} ({split}, N = {result['n']})")
     if policy.path.adapter:  # else the reference of the KL term is the base model

@@ -13,7 +13,8 @@ One node, in reading order (flatlab/ left out):
    them is taken; ask and parse (tree/requests.py).
 3. play_node: run_episode (world/episode.py) in a copy of the parent's files, without its artefact.
    A bounded summary of the parent replaces its conversation: situation (tree/requests.py).
-4. Tree.keep, Tree.record (tree/nodes.py): the validation score and a row of journal.jsonl.
+4. Tree.keep, Tree.record (tree/nodes.py): a node is an episode with a parent, a row of
+   episodes.jsonl.
 
 At the end the nodes within one standard error of the best by validation are scored on the selection
 part, and the best of them by the mean of both parts once on the test part.
@@ -22,7 +23,7 @@ How it departs from what is usual:
 1. Rules see `improvement` only (0 baseline, 1 reference), so none knows metrics and directions.
 2. A budget of K nodes executes K nodes: failures count, in the budget and in every table. A broken
    sandbox is a fault and never a score.
-3. The journal is the checkpoint: the tree is rebuilt from it, files from nodes/<order>.tar.
+3. episodes.jsonl is the checkpoint: the tree is rebuilt from it, files from nodes/<order>.tar.
 4. Seeds come from (seed, node id), so bfs grows the same tree with any number of workers (unless
    --scope global shows prompts what happened meanwhile).
 """
@@ -45,11 +46,11 @@ from flatlab.numbers import value_text
 from flatlab.runs import cli
 from flatlab.runs.start import complete, recorded
 from flatlab.task.sanity import warning
-from flatlab.task.value import improvement, value_of
+from flatlab.task.value import judged
 from flatlab.tree import requests, rules
 from flatlab.tree.nodes import Choice, Node, Tree, open_trees, results, seed_from
 from flatlab.view import console
-from flatlab.world.episode import Episode, in_thread, run_episode, stop_after_faults
+from flatlab.world.episode import in_thread, run_episode, stop_after_faults
 from flatlab.world.prompts import machine_facts
 from policy import open_engine, token_counter
 
@@ -85,7 +86,7 @@ def bfs(t, rng, branching=3):
     for node in t.nodes.values():  # a parent comes before its children
         first = number[node.id] * branching + 1
         number |= {child.id: first + child.place for child in node.children}
-        if node.status and len(node.children) < branching:
+        if node.ended and len(node.children) < branching:
             places[first + len(node.children)] = node.id
     if not places or min(places) > t.cfg.nodes:
         return None
@@ -310,10 +311,9 @@ class NodeEnv(env.Env):
         return super().ending(status, score) or ("stopped" if out_of_tokens else "")
 
 
-async def play_node(t: Tree, node: Node, parents: list[Node]) -> tuple[Episode, bytes]:
-    """The node's episode in a sandbox of its own, and a tar of the files that it left.
-
-    If the sandbox breaks, the status of the episode is "fault".
+async def play_node(t: Tree, node: Node, parents: list[Node]) -> bytes:
+    """Plays the episode of a node in a sandbox of its own. Returns a tar of the files that it left,
+    b"" for a fault.
     """
     limits = t.cfg.episode
     if t.cfg.minutes is not None:
@@ -321,17 +321,16 @@ async def play_node(t: Tree, node: Node, parents: list[Node]) -> tuple[Episode, 
         limits = replace(limits, episode_minutes=min(limits.episode_minutes, minutes))
     files = b""
     async with NodeEnv(t, node, parents) as world:
-        policy = requests.CountingPolicy(t.policy, node)
-        episode = await run_episode(world, policy, limits, node.seed)
-        if episode.status != "fault":
+        await run_episode(world, t.policy, limits, node)
+        if node.status != "fault":
             # Files that are too large are not kept: the score counts, but nothing is built on it.
             with contextlib.suppress(SandboxFault):
                 files = await in_thread(world.snapshot)
-    return episode, files
+    return files
 
 
-async def run_node(t: Tree, node: Node, slots: asyncio.Semaphore) -> Episode:
-    """Runs a node from its strategy to its row in the journal, and frees its slot.
+async def run_node(t: Tree, node: Node, slots: asyncio.Semaphore) -> Node:
+    """Runs a node from its strategy to its row, and frees its slot. Returns it with its turns.
 
     A broken sandbox is replaced once; after that the node is a fault, which is not a score.
     """
@@ -343,19 +342,19 @@ async def run_node(t: Tree, node: Node, slots: asyncio.Semaphore) -> Episode:
     if node.second_parent:
         parents.append(t.nodes[node.second_parent])
     for _ in range(2):
-        episode, files = await play_node(t, node, parents)
-        if episode.status != "fault":
+        files = await play_node(t, node, parents)
+        if node.status != "fault":
             break
     code = await in_thread(t.keep, node, files) if files else {}
     # Nothing below waits, so the rules see the node finish at once and complete.
     node.code, node.kept = code, bool(files)
     node.seconds = time.monotonic() - start
-    t.record(node, episode)
+    played = t.record(node)
     console.say(console.node_line(t, node))
     slots.release()
     t.node_ended.set()
     stop_after_faults([other.status for other in t.finished], node.error)
-    return episode
+    return played
 
 
 # ------------------------------------------------------------------ the search
@@ -372,7 +371,7 @@ def decide(t: Tree) -> Choice | None:
     choice = t.rule.function(t, rng, **t.constants)
     if choice is None and not (t.finished or t.running):
         raise UserError(f"{name} returned None although nothing is running.")
-    ended = {id for id, node in t.nodes.items() if node.status}
+    ended = {id for id, node in t.nodes.items() if node.ended}
     if choice and not {choice.parent, choice.second_parent or choice.parent} <= ended:
         raise UserError(f"{name} returned {choice!r:.200}: there is no such finished node.")
     return choice
@@ -443,7 +442,7 @@ async def choose(t: Tree) -> Node:
     ranks = {}
     for node in rules.finalists(t) if "selection" in t.task.splits else ():
         value = await hidden_value(t, node, "selection")
-        mean = (value_of(node.improvement) + value) / 2
+        mean = (node.value + value) / 2
         ranks[node.id] = (mean, -node.tokens, -node.order)
     return t.nodes[rules.arg_max(ranks)] if ranks else t.best()
 
@@ -463,11 +462,9 @@ async def hidden_value(t: Tree, node: Node, split: str) -> float:
                 score = await in_thread(world.crash_score, fault, split)
                 if not score:
                     raise
-        error = score.grader_output or score.message
-        parts[split] = {"score": score.value, "stderr": score.stderr, "error": error}
+        parts[split] = judged(score, t.task) | {"error": score.grader_output or score.message}
         t.run.update_result(hidden_scores=t.hidden_scores)
-    found = parts[split]["score"]
-    return value_of(None if found is None else improvement(found, t.task))
+    return parts[split]["value"]
 
 
 # ------------------------------------------------------------------ start and end

@@ -19,11 +19,11 @@ from pathlib import Path
 
 from flatlab import options
 from flatlab.errors import UserError
-from flatlab.files import content_key, read_rows
+from flatlab.files import content_key
 from flatlab.model.chat import Sample
 from flatlab.numbers import counted
 from flatlab.runs import cli, start, store
-from flatlab.task.value import improvement
+from flatlab.runs.store import EPISODES
 from flatlab.train import checkpoint, metrics
 from flatlab.train.batch import TrainSequence, column, micro_batches, pairs_of, sequences_of
 from flatlab.train.job import TrainingRun
@@ -89,38 +89,29 @@ def best_episodes(cfg: Config, tasks: list) -> list[dict]:
 
     Raises UserError if there is none, or if a run does not exist.
     """
-    by_name = {task.name: task for task in tasks}
-    found = {name: {} for name in by_name}  # task -> replies -> (improvement, episode)
+    found = {task.name: {} for task in tasks}  # task -> replies -> (improvement, transcript)
     for run in cfg.runs:
         if not Path(run).is_dir():
             raise UserError(f"--runs: there is no run directory {run}.")
-        # the names of evaluations begin with a letter
-        for file in sorted(Path(run).rglob("episodes/[0-9]*.jsonl")):
-            for episode in read_episodes(file):
-                score, task = episode["score"], by_name.get(episode["task"])
-                if not task or not score or not score["valid"]:
-                    continue
-                value = improvement(score["value"], task)
-                if value > 0:
-                    found[task.name][replies_of(episode)] = (value, episode)
+        for file in sorted(Path(run).rglob(EPISODES)):
+            # the names of evaluations begin with a letter
+            rows = [row for row in store.read_episodes(file.parent) if row["when"].isdigit()]
+            rows = [row for row in rows if (row["improvement"] or 0) > 0]
+            transcript_of = store.transcript_reader(file.parent)
+            for row in sorted(rows, key=lambda row: int(row["when"])):
+                if row["task"] in found:
+                    transcript = transcript_of(row)
+                    replies = replies_of(transcript)
+                    found[row["task"]][replies] = row["improvement"], transcript
     chosen = []
     for episodes in found.values():
         ranked = sorted(episodes.values(), key=lambda pair: -pair[0])
         kept = min(MOST_EPISODES, max(1, round(cfg.share * len(ranked))))
-        chosen += [episode for _, episode in ranked[:kept]]
+        chosen += [transcript for _, transcript in ranked[:kept]]
     if not chosen:
-        names, runs = " ".join(by_name), " ".join(cfg.runs)
+        names, runs = " ".join(found), " ".join(cfg.runs)
         raise UserError(f"--runs: no episode of {names} in {runs or 'no run'} beats the baseline.")
     return chosen
-
-
-def read_episodes(file: Path) -> list[dict]:
-    """The episodes in a file, which was written whole. Raises UserError if it is damaged."""
-    rows = read_rows(file)
-    is_whole = file.read_bytes().endswith(b"\n")
-    if not is_whole or any({"task", "score", "prompt", "turns"} - row.keys() for row in rows):
-        raise UserError(f"--runs: {file} is damaged: restore it from a copy, or remove it.")
-    return rows
 
 
 def replies_of(transcript: dict) -> str:
@@ -132,7 +123,7 @@ def sequences_from(transcript: dict, policy, cfg: Config) -> list[TrainSequence]
     imitated.
     """
     history = History(policy, cfg.episode, transcript["prompt"], transcript.get("system", ""))
-    episode = Episode(transcript["task"], 0)
+    episode = Episode("", 0)
     wanted = []
     for turn in transcript["turns"]:
         has_ended = turn["stop_reason"] == "stop"

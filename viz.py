@@ -33,16 +33,16 @@ from flatlab.suites.report import report
 from flatlab.view import compare, page, plots
 from flatlab.view.columns import aligned
 from flatlab.view.console import say
-from flatlab.view.episodes import best_item, facts_of, sections
+from flatlab.view.episodes import best_row, facts_of, sections
 from flatlab.view.reader import (
     NOUNS,
     RunData,
+    about,
     find_runs,
     folder_of,
     observed,
-    read_all,
     score_text,
-    transcript_files,
+    transcripts_of,
 )
 from flatlab.view.results import final_rows, heading, outcome, run_tables, step_rows
 
@@ -63,19 +63,13 @@ class Options:
 
 # ------------------------------------------------------------------ terminal
 
-FACTS = (
-    "outcome score test_score status task seed op sampling_mode parent second_parent reason "
-    "probability idea tokens seconds error"
-).split()
 
-
-def show(item: dict) -> str:
+def show(run: RunData, row: dict) -> str:
     """One transcript: the programs of a node, then all that the agent read and said."""
-    lines = [f"{item['id']}  {score_text(item)}"]
-    for key in FACTS:
-        if item.get(key) not in (None, ""):
-            value = item[key]
-            lines.append(f"{key:14} {f'{value:.6g}' if isinstance(value, float) else value}")
+    item = transcripts_of(run)(row)
+    lines = [f"{row['id']}  {score_text(row)}"]
+    for name, fact in about(row, item).items():
+        lines.append(f"{name:14} {f'{fact:.6g}' if isinstance(fact, float) else fact}")
     for name, text in item.get("code", {}).items():
         lines.append(f"\n── {name}\n{text}")
     if item.get("diff"):
@@ -103,44 +97,39 @@ def list_text(run: RunData, step: int | None = None) -> str:
     one. step: that of training, or the round, to list; None: everything. Raises UserError if there
     is nothing.
     """
-    files, path = transcript_files(run), plots.best_path(run)
+    listed, path = run.episodes, plots.best_path(run)
     if step is not None:
-        names = [row["id"] for row in run.rows if row.get("round") == step]
-        names = names or [str(step)]
-        items = read_all({name: files[name] for name in names if name in files})
+        listed = [row for row in listed if row["step"] == step]
     elif run.kind == "search":
-        items = plots.depth_first(run.rows)
-    else:
-        items = read_all(files)
-    if not items:
+        listed = plots.depth_first(listed)
+    if not listed:
         wanted = "" if step is None else f" of step {step}"
-        names = ", ".join(files) or "none"
+        names = ", ".join(dict.fromkeys(row["when"] for row in run.episodes)) or "none"
         raise UserError(f"{run.dir} has no transcripts{wanted}; it has {names[:200]}.")
-    groups = sections(run, items)
+    groups = sections(run, listed)
     if run.kind == "search" and step is None:
-        groups = {run.name: items}  # the tree
+        groups = {run.name: listed}  # the tree
     parts = []
     for title, own in groups.items():
         rows = []
-        for item in own:
-            id = f"{'*' * (item['id'] in path):2}{'  ' * item['id'].count('.')}{item['id']}"
-            rows.append(facts_of(item) | {"id": id})
+        for row in own:
+            id = f"{'*' * (row['id'] in path):2}{'  ' * row['id'].count('.')}{row['id']}"
+            rows.append(facts_of(row) | {"id": id})
         parts.append(f"{title}\n{aligned(rows)}")
     return "\n\n".join(parts)
 
 
 def pick(run: RunData, id: str) -> dict:
-    """The transcript with this id. Raises UserError if there is none."""
-    read = transcript_files(run).get(id.partition("/")[0], list)
-    for item in read():
-        if item["id"] == id:
-            return item
+    """The row with this id. Raises UserError if there is none."""
+    for row in run.episodes:
+        if row["id"] == id:
+            return row
     raise UserError(f"{run.dir} has no transcript '{id}'; --list shows them all.")
 
 
 def best_of(run: RunData) -> dict:
-    """The transcript of training, or the node, with the largest improvement."""
-    best = best_item(read_all(transcript_files(run)))
+    """The row of the episode of training, or of the node, with the largest improvement."""
+    best = best_row(run.episodes)
     if not best:
         raise UserError(f"{run.dir} has no transcript with a score.")
     return best
@@ -193,9 +182,9 @@ def texts_of(run, options: Options) -> list[str]:
     if options.list or options.step is not None:
         texts.append(f"{heading(run)}\n\n{list_text(run, options.step)}")
     if options.episode:
-        texts.append(show(pick(run, options.episode)))
+        texts.append(show(run, pick(run, options.episode)))
     if options.best:
-        texts.append(show(best_of(run)))
+        texts.append(show(run, best_of(run)))
     return texts
 
 

@@ -14,7 +14,7 @@ strategy of its own in its prompt. The replies that list strategies are not trai
 
 import asyncio
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -28,7 +28,6 @@ from flatlab.errors import UserError  # noqa: E402
 from flatlab.numbers import standard_error  # noqa: E402
 from flatlab.runs import cli  # noqa: E402
 from flatlab.runs.store import Run  # noqa: E402
-from flatlab.task.value import value_of  # noqa: E402
 from flatlab.train import batch, checkpoint, metrics  # noqa: E402
 from flatlab.train.job import TrainingRun, in_trainer  # noqa: E402
 from flatlab.tree.nodes import Node, Tree  # noqa: E402
@@ -89,10 +88,12 @@ async def grow(t: Tree, slots: asyncio.Semaphore) -> None:
                 playing.append([together.create_task(play(t, node, slots)) for node in nodes])
         groups = []  # the children of one parent each
         for number, tasks in enumerate(playing):
-            group = batch.Group(number, t.task, [task.result() for task in tasks], [])
-            group.rewards = [value_of(improvement) for improvement in group.improvements()]
-            groups.append(group)
-        row = row_of(t, sum(picked, []), groups)
+            children = [task.result() for task in tasks]
+            for node in children:
+                node.reward = node.value
+            groups.append(batch.Group(number, t.task, children))
+        played = sum((group.episodes for group in groups), [])
+        row = row_of(t, played)
         job.step = policy.version
         row |= await in_trainer(grpo.update, policy, optimizer, groups, cfg, job)
         policy.sync(job.step + 1)
@@ -102,9 +103,7 @@ async def grow(t: Tree, slots: asyncio.Semaphore) -> None:
         # The last adapter is the best one, because no evaluation compares them.
         await in_trainer(checkpoint.save_adapter, policy, job, "best")
         await in_trainer(checkpoint.write_step, policy, optimizer, job, row)
-        for nodes, group in zip(picked, groups):
-            for node, episode in zip(nodes, group.episodes):
-                t.save(node, episode)  # now with its advantages
+        t.run.save_again(played)  # now with rewards and advantages
         print(console.round_line(row))
     await search.close(t)
 
@@ -116,10 +115,12 @@ def start_round(t: Tree) -> list[list[Node]]:
         choice = search.decide(t)
         if choice is None:
             break
-        notes = choice.notes | {"round": t.policy.version, "group": t.started}
+        group = t.started
         children = []
         while len(children) < t.cfg.children and not t.spent():
-            children.append(search.start(t, replace(choice, notes=notes)))
+            node = search.start(t, choice)
+            node.step, node.group = t.policy.version, group
+            children.append(node)
         groups.append(children)
     return groups
 
@@ -133,8 +134,10 @@ async def play(t: Tree, node: Node, slots: asyncio.Semaphore):
 # ------------------------------------------------------------------ numbers of a round
 
 
-def row_of(t: Tree, nodes: list[Node], groups: list[batch.Group]) -> dict:
-    """The row of a round, without that of the update. Shares are of its nodes without faults."""
+def row_of(t: Tree, nodes: list[Node]) -> dict:
+    """The row of a round, without that of the update. nodes: with their turns. Shares are of those
+    without faults.
+    """
     graded = [node for node in nodes if node.status != "fault"]
     count = max(1, len(graded))
     gains = [
@@ -145,7 +148,7 @@ def row_of(t: Tree, nodes: list[Node], groups: list[batch.Group]) -> dict:
     lineages = [node.id.split(".")[1] for node in nodes]
     codes = [str(node.code) for node in nodes if node.code]
     new = set(codes) - {str(node.code) for node in t.finished[: -len(nodes)]}
-    turns = [turn for group in groups for episode in group.episodes for turn in episode.turns]
+    turns = [turn for node in nodes for turn in node.turns]
     return {
         "step": t.policy.version,
         "nodes": len(t.finished),

@@ -32,7 +32,6 @@ import torch  # noqa: E402
 from env import Env  # noqa: E402
 from flatlab.model.path import resolve_model  # noqa: E402
 from flatlab.options import EpisodeOptions  # noqa: E402
-from flatlab.task.value import improvement  # noqa: E402
 from flatlab.world.episode import run_episode  # noqa: E402
 from policy import Policy  # noqa: E402
 from tasks import load_task  # noqa: E402
@@ -49,7 +48,7 @@ OPTIONS = EpisodeOptions(max_reply_tokens=160, max_observation_tokens=256, promp
 async def play(policy, task, seed):
     """One episode in a sandbox of its own."""
     async with Env(task, "local", seed) as world:
-        return await run_episode(world, policy, OPTIONS, seed)
+        return await run_episode(world, policy, OPTIONS)
 
 
 async def play_group(policy, task, number):
@@ -59,11 +58,11 @@ async def play_group(policy, task, number):
     return [episode for episode in episodes if episode.status != "fault"]
 
 
-def reward_of(episode, task):
+def reward_of(episode):
     """The improvement over the baseline in [-1, 1]; -1 without a valid submission."""
-    if not episode.score.valid:
+    if not episode.valid:
         return -1.0
-    return max(-1.0, min(1.0, improvement(episode.score.value, task)))
+    return max(-1.0, min(1.0, episode.improvement))
 
 
 def advantages_of(rewards):
@@ -106,7 +105,7 @@ async def train(task, policy):
         # Score: rewards are compared inside of their group.
         rewards, batch = [], []
         for episodes in groups:
-            group = [reward_of(episode, task) for episode in episodes]
+            group = [reward_of(episode) for episode in episodes]
             rewards += group
             for episode, advantage in zip(episodes, advantages_of(group)):
                 batch += [(s, advantage) for s in episode.segments if advantage]

@@ -115,8 +115,8 @@ def make_batch(policy, groups: list, cfg: Config, job) -> list:
     """
     import torch
 
-    episodes = [(e, r) for g in groups for e, r in zip(g.played, g.rewards)]
-    batch = [sequences_of(e, [r] * len(e.turns)) for e, r in episodes]
+    episodes = [e for g in groups for e in g.played]
+    batch = [sequences_of(e, [e.reward] * len(e.turns)) for e in episodes]
     trained = weighted(batch, grpo.LOSSES[cfg.loss].weight, cfg, job)
     for part in micro_batches(trained, policy):
         with torch.no_grad():
@@ -124,8 +124,8 @@ def make_batch(policy, groups: list, cfg: Config, job) -> list:
             found = iter(policy.values(hidden).tolist())
         for s in part:
             s.values = [next(found) for _ in s.old]
-    for sequences, (_, reward) in zip(batch, episodes):
-        advantages = iter(gae(reward, sum((s.values for s in sequences), [])))
+    for sequences, e in zip(batch, episodes):
+        advantages = iter(gae(e.reward, sum((s.values for s in sequences), [])))
         for s in sequences:
             s.advantage = [next(advantages) for _ in s.old]
             s.target = [a + value for a, value in zip(s.advantage, s.values)]

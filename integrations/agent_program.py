@@ -186,6 +186,7 @@ class Endpoint:
             raise web.HTTPForbidden
         seed = reply_seed(self.episode.seed, number)
         sample = await self.or_end(self.policy.sample(tokens, limit, seed=seed))
+        self.episode.tokens += sample.reply_tokens
         self.samples[sample.text] = sample
         self.turn["observation"] = join(parts[-1])
         # until a command runs

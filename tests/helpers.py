@@ -18,6 +18,7 @@ import time
 from dataclasses import fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import psutil
@@ -29,8 +30,10 @@ from flatlab.errors import UserError
 from flatlab.model.chat import Sample
 from flatlab.options import EpisodeOptions
 from flatlab.runs.cli import one_sentence
-from flatlab.tree.nodes import COLUMNS, Node
-from flatlab.world.episode import run_episode
+from flatlab.runs.store import read_episodes, transcript_reader
+from flatlab.task.grading import Score
+from flatlab.tree.nodes import Node
+from flatlab.world.episode import Episode, run_episode
 
 PROJECT = Path(__file__).resolve().parents[1]
 LOCAL = "local"
@@ -137,10 +140,11 @@ def run_here(main, *flags, monkeypatch, capsys):
 
 async def play_once(world, policy, seed=0, score_test=False, **options):
     """One episode in an Env, which is closed afterwards. options: those of EpisodeOptions."""
+    episode = Episode(world.task.name, seed)
     limits = {"max_turns": 10, "max_reply_tokens": 512, "max_observation_tokens": 512}
     async with world:
         options = EpisodeOptions(**limits | {"prompts": TINY_TEXTS} | options)
-        return await run_episode(world, policy, options, seed, score_test)
+        return await run_episode(world, policy, options, episode, score_test)
 
 
 class FakePolicy:
@@ -453,9 +457,16 @@ def served(model, folder, *flags):
 
 
 def segments_of(directory, name):
-    """The sampled sequences of each episode in episodes/<name>.jsonl, see Segment."""
-    with gzip.open(Path(directory) / "episodes" / f"{name}.tokens.jsonl.gz") as lines:
+    """The sampled sequences of each episode in transcripts/<name>.jsonl, see Segment."""
+    with gzip.open(Path(directory) / "transcripts" / f"{name}.tokens.jsonl.gz") as lines:
         return [json.loads(line)["segments"] for line in lines]
+
+
+def attempts_of(directory, when):
+    """The rows of a step, an evaluation or a node, each with its texts."""
+    transcript_of = transcript_reader(Path(directory))
+    rows = [row for row in read_episodes(Path(directory)) if row["when"] == when]
+    return [row | transcript_of(row) for row in rows]
 
 
 MADE_BY = {"code": "a", "prompts": "d", "task": "b", "model": "c"}  # see fingerprint()
@@ -469,12 +480,13 @@ RESULT = {
     "reference": 0.8,
     "selected_on_test": False,
     "value": None,
-    "valid_share": 0.75,
-    "best_stderr": None,
     "exact": False,
     "tested_id": None,
+    "best_id": None,
     "split": "validation",
 }
+# Stands for a task where an Episode is judged
+SCALE = SimpleNamespace(**RESULT, splits=("validation",))
 
 
 def step_row(step, **more):
@@ -487,67 +499,75 @@ def step_row(step, **more):
 def turn(reply="hello", observation="seen hello", status="ok", score=None, **more):
     """A turn of a transcript."""
     texts = {"reply": reply, "action": None, "observation": observation, "status": status}
-    return texts | {"score": score, "stop_reason": "stop", "seconds_env": 0.25, "version": 0} | more
+    texts |= {"note": "", "score": score, "stop_reason": "stop", "seconds_env": 0.25, "version": 0}
+    return texts | more
 
 
-def episode(value, reply="hello", status="submit", observation="seen hello"):
-    """A row of episodes/NNNNNN.jsonl: value None failed, status "fault" broke."""
-    score = {"value": value, "valid": value is not None, "message": "", "stderr": None}
-    if value is None:
-        score["message"] = "no file"
-    return {
-        "task": "titanic",
-        "seed": 0,
-        "group": 0,
-        "reward": None if status == "fault" else value or -1.0,
-        "prompt": "Predict who survived.",
-        "turns": [turn(reply, observation)] * 2,
-        "status": status,
-        "score": None if status == "fault" else score,
-        "improvement": None if value is None else (value - 0.6) / 0.2,  # see RESULT
-        "fault": "it broke" if status == "fault" else "",
-        "seconds": 1.5,
-        "reply_tokens": 9,
-    }
+def graded(value, split="validation"):
+    """A Score of the task SCALE; None: no submission."""
+    message = "no file" if value is None else ""
+    return Score(value, "accuracy", split, value is not None, message)
+
+
+def episode(value, reply="hello", status="submit", observation="seen hello", **more):
+    """A finished Episode of two turns with this score; None: it failed. status "fault": the sandbox
+    broke.
+    """
+    made = Episode("titanic", 0, status=status, prompt="Predict who survived.")
+    made.turns = [turn(reply, observation) for _ in range(2)]
+    made.tokens, made.seconds = 9, 1.5
+    return ended(made, value, more)
 
 
 def node(id, score, op="draft", **more):
-    """A row of journal.jsonl; score None: a node that failed."""
+    """A finished Node with this score; None: it failed."""
     made = Node(
+        "titanic",
+        0,
         id,
+        when=id.replace(".", ""),
         parent=id.rpartition(".")[0],
         order=int(id.replace(".", "")),
         op=op,
         sampling_mode="tail",
         idea=f"idea {id}",
-        score=score,
-        improvement=score,
-        valid=score is not None,
         status="turn_limit" if score is None else "validated",
-        error="KeyError: 'missing'" if score is None else "",
         code={"solve.py": f"import csv\nprint('{id}')\n"},
         tokens=50,
         seconds=1.0,
-        decision={"rule": "ucb", "reason": "highest bound", "scores": {"0": 1.0}},
+        decision={"reason": "highest bound", "scores": {"0": 1.0}},
+        system="Be brief.",
+        prompt=f"first message of {id}",
+        turns=[turn("hello", f"output of {id}")],
+        ended=True,
     )
-    return {name: getattr(made, name) for name in COLUMNS} | more
+    if score is None:
+        made.turns = [turn("hello", "KeyError: 'missing'", "error")]
+    return ended(made, score, more)
 
 
-def search_result(rows, **more):
+def ended(made, score, more):
+    """Judges an Episode, and sets the fields of `more`."""
+    if made.status == "fault":
+        made.fault = "it broke"
+        made.judge(SCALE, None)
+    else:
+        made.judge(SCALE, graded(score))
+        made.reward = max(-1.0, made.value)
+    for name, value in more.items():
+        setattr(made, name, value)
+    return made
+
+
+def search_result(nodes, **more):
     """Content of result.json for these nodes."""
     pick = max if more.get("higher_is_better", True) else min
-    none = {"id": None, "score": None, "improvement": -1.0}
-    best = pick((row for row in rows if row["valid"]), key=lambda row: row["score"], default=none)
-    faults = sum(row["status"] == "fault" for row in rows)
+    best = pick((n for n in nodes if n.valid), key=lambda n: n.score, default=None)
     result = {
-        "nodes": len(rows),
-        "failed": sum(not row["valid"] for row in rows) - faults,
-        "faults": faults,
-        "tokens": sum(row["tokens"] for row in rows),
-        "best_id": best["id"],
-        "best_score": best["score"],
-        "value": best["improvement"],
-        "test_score": None,
-        "test_minus_validation": None,
+        "kind": "search",
+        "nodes": len(nodes),
+        "tokens": sum(n.tokens for n in nodes),
+        "best_id": best.id if best else None,
+        "value": best.value if best else -1.0,
     }
-    return RESULT | {"kind": "search"} | result | more
+    return RESULT | result | more

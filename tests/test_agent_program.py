@@ -102,8 +102,8 @@ def play_program(policy, command):
 
         async def run():
             loop = functools.partial(agent_program.play, command=command(program))
-            async with world or env.Env(TASK, LOCAL) as box:
-                return await run_episode(box, policy, limits, seed, play=loop)
+            async with world or env.Env(TASK, LOCAL, seed) as box:
+                return await run_episode(box, policy, limits, play=loop)
 
         with patch.object(policy, "sample", logged):
             return asyncio.run(run()), sampled
@@ -120,7 +120,7 @@ for command in ({EVERYBODY_DIED!r}, "validate", "submit"):
 """
     )
     assert episode.status == "submit"
-    assert episode.score.value == pytest.approx(0.6782, abs=1e-4)
+    assert episode.score == pytest.approx(0.6782, abs=1e-4)
     assert trained(episode) == sampled
     assert len(episode.segments) == 1
     assert [turn["status"] for turn in episode.turns] == ["ok", "validate", "submit"]
@@ -181,7 +181,7 @@ def test_however_a_program_ends_its_episode_is_scored_and_no_fault(play_program,
     episode, _ = play_program(program, episode_minutes=minutes)
     assert episode.status == status
     assert len(episode.turns) == turns
-    assert episode.score.valid == (how == "never submits")
+    assert episode.valid == (how == "never submits")
     assert time.monotonic() - begin < 50  # a command that hangs would take 60 s
     if how == "crashes":
         assert episode.fault == "exit code 1: no idea"

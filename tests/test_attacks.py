@@ -740,9 +740,8 @@ def test_an_agent_that_breaks_its_sandbox_has_the_lowest_value(backend, hasty):
     episode = asyncio.run(play_once(world, policy, score_test=True))
     assert episode.status == "crashed"
     assert [turn["status"] for turn in episode.turns] == ["ok", "validate", "ok", "submit"]
-    for score, split in ((episode.score, "validation"), (episode.test_score, "test")):
-        assert (score.value, score.valid, score.split) == (None, False, split)
-        assert "broke its sandbox: processes survive SIGKILL" in score.message
+    assert (episode.score, episode.value, episode.test_value) == (None, -1, -1)
+    assert "broke its sandbox: processes survive SIGKILL" in episode.error
 
 
 @attack(BAD)
@@ -768,7 +767,7 @@ def test_files_that_break_the_sandbox_of_a_child_are_the_agents(backend, monkeyp
             self.restore(b'no tar\n{"folders": {}}')
 
     episode = asyncio.run(play_once(Child(load_task("titanic"), backend), FakePolicy(block("ls"))))
-    assert (episode.status, episode.score.valid, episode.turns) == ("crashed", False, [])
+    assert (episode.status, episode.value, episode.turns) == ("crashed", -1, [])
 
 
 MEMORY = """python3 - <<'E'

@@ -21,7 +21,6 @@ from backends import containers_of, missing, needs_docker
 from env import Env
 from flatlab.files import read_rows
 from flatlab.task.grading import grade
-from flatlab.task.value import improvement, value_of
 from helpers import (
     AGENT_TEXTS,
     LOCAL,
@@ -258,7 +257,7 @@ def test_rewards_are_those_of_our_own_episodes(tmp_path):
     # A local sandbox has the packages of the environment around it, which is another one here.
     prompts = {re.sub(" with .*packages", "", p) for p in (own.prompt, asked[0][1]["content"])}
     assert len(prompts) == 1
-    value = value_of(improvement(own.score.value, task))
+    value = own.value
     seen = []
     for trace in traces:
         metrics = trace["metrics"]

@@ -1,6 +1,5 @@
 """Damaged files of runs: the run goes on from what is whole, or one sentence names the file."""
 
-import json
 import shutil
 from itertools import product
 from pathlib import Path
@@ -14,10 +13,9 @@ from flatlab.files import load_tensors, save_tensors
 from flatlab.runs import store
 from flatlab.train import checkpoint
 from flatlab.train.job import TrainingRun
-from flatlab.world.episode import Episode
-from helpers import MADE_BY, episode, user_error
+from helpers import MADE_BY, configure, episode, user_error
 from test_search import opened, run
-from training import TASK, valid
+from training import TASK
 
 WHOLE = Path("logs/whole")
 
@@ -141,10 +139,10 @@ def test_every_damaged_file_is_skipped_or_one_sentence(policy, trained, capsys):
     assert job.step == len(rows) == 3
 
 
-def refused_when_damaged(file, call, sentence, *more):
+def refused_when_damaged(file, call, sentence, ways):
     """Each damage of a file makes call() raise a UserError with this sentence."""
     whole = file.read_bytes()
-    for damage in (*WAYS, *more):
+    for damage in ways:
         damage(file)
         with user_error(sentence):
             call()
@@ -154,41 +152,39 @@ def refused_when_damaged(file, call, sentence, *more):
 def test_a_damaged_file_of_a_search_is_one_sentence(tmp_path, monkeypatch, quick_provenance):
     monkeypatch.chdir(tmp_path)
     tree = run(nodes=3, score_of=lambda node: 0.6)
-    other = rewrite(lambda data: data.partition(b"\n")[2]), rewrite(lambda data: b"[]\n")
-    for file in (tree.run.dir / "journal.jsonl", tree.run.dir / "result.json"):
+    ways = *WAYS, rewrite(lambda data: data.partition(b"\n")[2]), rewrite(lambda data: b"[]\n")
+    for file in (tree.run.dir / "episodes.jsonl", tree.run.dir / "result.json"):
         sentence = f"{file} .*choose another --name"
-        refused_when_damaged(file, lambda: opened(nodes=3), sentence, *other)
+        refused_when_damaged(file, lambda: opened(nodes=3), sentence, ways)
     node = tree.finished[0]
     file = tree.tar_of(node)
     sentence = f"{file} is missing or damaged: .*node {node.id}.*choose another --name"
-    refused_when_damaged(file, lambda: tree.files_of(node), sentence, GONE)
-    file = tree.run.dir / "journal.jsonl"
+    refused_when_damaged(file, lambda: tree.files_of(node), sentence, (*WAYS, GONE))
+    file = tree.run.dir / "episodes.jsonl"
     file.unlink()
     with user_error(f"{file} is damaged: it holds 0 nodes of 3"):
         opened(nodes=3)
 
 
-def test_a_damaged_episode_of_an_evaluation_is_one_sentence(tmp_path):
-    evaluation = store.open_run(tmp_path / "a", {}, MADE_BY)
-    evaluation.save_episodes(0, [Episode("titanic", 1, score=valid(0.7, TASK)).to_dict()])
-    assert [*evaluate.stored_episodes(evaluation, [TASK])] == [0]
-    [file] = evaluation.dir.glob("episodes/*")
-    refused_when_damaged(
-        file,
-        lambda: evaluate.stored_episodes(evaluation, [TASK]),
-        f"{file} is damaged: remove it, and its episode is played again",
-        rewrite(lambda data: 2 * data),
-        OTHER_KEYS,
-    )
-    file.unlink()
-    assert not evaluate.stored_episodes(evaluation, [TASK])
-    evaluation.lock.close()
+def test_damaged_episodes_are_neither_counted_nor_imitated(tmp_path, quick_provenance):
+    run = store.open_run(tmp_path, {}, MADE_BY)
+    run.save_episodes("0", [episode(0.7, f"{i}", id=f"{i}", when="0") for i in range(3)])
+    run.lock.close()
+    cfg = configure(sft.Config(), runs=(f"{tmp_path}",), share=1.0)
 
+    def opened():
+        run = store.open_run(tmp_path, {}, MADE_BY)
+        run.lock.close()
+        return evaluate.stored_rows(run)
 
-def test_damaged_episodes_are_not_imitated(tmp_path):
-    file = tmp_path / "000000.jsonl"
-    line = json.dumps(episode(0.7)).encode() + b"\n"
-    file.write_bytes(3 * line)
-    assert len(sft.read_episodes(file)) == 3
-    cut = rewrite(lambda data: data[:-5])
-    refused_when_damaged(file, lambda: sft.read_episodes(file), "is damaged", cut, OTHER_KEYS)
+    def chosen():
+        return sft.best_episodes(cfg, [TASK])
+
+    assert len(opened()) == len(chosen()) == 3
+    for name, call, ways in (
+        ("episodes.jsonl", opened, (WAYS[2], OTHER_KEYS)),
+        ("episodes.jsonl", chosen, (WAYS[2], OTHER_KEYS)),
+        ("transcripts/000000.jsonl", chosen, (*WAYS, OTHER_KEYS, GONE)),
+    ):
+        sentence = f"{tmp_path}/{name} is .*damaged: .*choose another --name"
+        refused_when_damaged(tmp_path / name, call, sentence, ways)

@@ -499,14 +499,14 @@ def check_tokens(episode, policy):
     """Segments hold what was requested; each reply is trained on once, with its own log-probs."""
     pairs = zip(policy.requests, policy.samples, strict=True)
     assert trained(episode) == [(before, s.tokens, s.logprobs) for before, s in pairs]
-    assert sum(sum(s.mask) for s in episode.segments) == episode.reply_tokens
+    assert sum(sum(s.mask) for s in episode.segments) == episode.tokens
 
 
 def test_episode_until_submit(task, backend):
     policy = FakePolicy(block("echo a b > guess.txt"), "prose", block("validate"), block("submit"))
     episode = play(task, policy, backend=backend, max_turns=9, score_test=True)
     assert episode.status == "submit"
-    assert (episode.score.value, episode.test_score.value) == (2.0, 0.0)
+    assert (episode.score, episode.test_score) == (2.0, 0.0)
     assert [turn["status"] for turn in episode.turns] == ["ok", "rejected", "validate", "submit"]
     assert episode.turns[2]["score"] == 2.0
     said = "".join(f"{turn['reply']}<user>{turn['observation']}" for turn in episode.turns)
@@ -554,12 +554,12 @@ def test_what_cannot_fit_is_never_sent(task):
     episode = play(task, policy, max_reply_tokens=800)
     assert episode.status == "context_limit"
     assert not policy.requests
-    assert not episode.score.valid
+    assert not episode.valid
     policy = FakePolicy(block("echo a > guess.txt; echo " + "y" * 300), context=1200)
     episode = play(task, policy, max_reply_tokens=400, max_turns=50)
     assert episode.status == "context_limit"
     assert episode.turns
-    assert episode.score.value == 1.0
+    assert episode.score == 1.0
     check_tokens(episode, policy)
 
 
@@ -569,14 +569,14 @@ def test_time_limit(task, command, wait):
     episode = play(task, FakePolicy(block(command), wait=wait), episode_minutes=1 / 60)
     assert episode.status == "time_limit"
     assert time.monotonic() - start < 8
-    assert episode.score.valid == (wait == 0.0)
+    assert episode.valid == (wait == 0.0)
 
 
 @pytest.mark.fault(15, "the sandbox breaks in an episode")
 def test_broken_sandbox_is_a_fault_and_never_a_score(task, monkeypatch):
     monkeypatch.setattr(Sandbox, "run", lambda self, *_: self.close() or self.call("state"))
     episode = play(task, FakePolicy(block("ls")))
-    assert (episode.status, episode.score) == ("fault", None)
+    assert (episode.status, episode.score, episode.value) == ("fault", None, None)
     assert "closed" in episode.fault
 
     def no_start(*args, **kwargs):
@@ -624,7 +624,7 @@ def test_an_env_that_was_handed_in_goes_on_and_stays_open(task):
     with Env(task, LOCAL) as world:
         for command in ("echo a > guess.txt", "ls"):
             episode = asyncio.run(run_episode(world, FakePolicy(block(command)), options))
-        assert episode.score.value == 1.0
+        assert episode.score == 1.0
         assert do(world, "cat guess.txt").observation == "a"
 
 

@@ -14,11 +14,12 @@ import pytest
 
 import tasks
 from env import Env
-from flatlab.files import read_rows
 from flatlab.options import SandboxOptions
-from helpers import LOCAL, FakePolicy, block, run_grader
+from flatlab.view.results import states
+from flatlab.view.results import test_scores as tested
+from helpers import LOCAL, FakePolicy, attempts_of, block, run_grader
 from tasks import load_task
-from test_search import grow, has, headline, opened
+from test_search import grow, has, headline, opened, run_of
 
 EXACT = ("sumsDifferences", "hadamard29", "erdosOverlap", "autocorrelation", "circlePacking")
 UNIT = 10**9
@@ -222,12 +223,13 @@ def test_a_search_says_exact_and_keeps_a_file_that_beats_the_reference(quick_pro
     [t] = trees
     result = t.run.result
     assert result["value"] > 1
-    has(t, split="exact", exact=True, selected_on_test=False, test_stderr=None, test_reads=0)
-    [episode] = read_rows(t.run.dir / "episodes/000000.jsonl")
-    assert json.loads(episode["score"]["record"]) == json.loads(BETTER)
+    has(t, split="exact", exact=True, selected_on_test=False, tested_id="0.0")
+    assert tested(run_of(t)) == {} and states(run_of(t))["test_reads"] == 0
+    [node] = attempts_of(t.run.dir, "0")
+    assert json.loads(node["record"]) == json.loads(BETTER)
     with Env(replace(task, name="hard", reference=0.1), LOCAL) as world:
         world.restart()
         assert world.step(reply).status == "ok"
         assert world.score().valid and not world.score().record
-    for words in (f"overlap {result['best_score']:.6f}", "exact part", "the score is exact"):
+    for words in (f"overlap {node['score']:.6f}", "exact part", "the score is exact"):
         assert words in headline(t)

@@ -16,7 +16,7 @@ from flatlab.view import plots
 from flatlab.world.prompts import load_prompts
 from flatlab.sandbox.client import get_backend, pick_backend
 cfg = grpo.Config(reward="thrifty", loss="tis")
-assert grpo.REWARDS["thrifty"](0.5, type("E", (), {"turns": [1, 2]})) == 0.46
+assert grpo.REWARDS["thrifty"](SimpleNamespace(improvement=0.5, turns=[1, 2])) == 0.46
 logp = torch.zeros(2, requires_grad=True)
 loss = grpo.LOSSES["tis"]
 value, clipped = loss.function(logp, torch.tensor([0.0, -2.0]), torch.ones(2), None, cfg)

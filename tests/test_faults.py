@@ -170,7 +170,7 @@ def test_daemon_restarted_in_an_episode(wire, task):
     policy = FakePolicy(block("ls"), cut_after)
     with Env(task, "docker") as world:
         episode = asyncio.run(play_once(world, policy))
-        assert (episode.status, episode.score, len(episode.turns)) == ("fault", None, 2)
+        assert (episode.status, episode.value, len(episode.turns)) == ("fault", None, 2)
     with Env(task, "docker") as world:
         with pytest.raises(SandboxFault, match="Docker did not start a container"):
             world.reset()
@@ -322,7 +322,7 @@ def test_a_slow_start_is_not_the_agents_time(task, monkeypatch):
     policy = FakePolicy(block(TITANIC), block("submit"))
     episode = asyncio.run(play_once(Env(task, "local"), policy, episode_minutes=0.015))
     assert episode.status == "submit"
-    assert episode.score.valid
+    assert episode.valid
     assert sum(turn["seconds_env"] for turn in episode.turns) < 0.9
 
 

@@ -23,14 +23,14 @@ from flatlab.errors import sentence_of
 from flatlab.files import read_mapping, read_rows
 from flatlab.model.path import ModelPath
 from flatlab.options import SandboxOptions, TaskOptions, fill_in
-from flatlab.runs import start, store
-from flatlab.task.value import summary_text
+from flatlab.runs import start
+from flatlab.task.value import LOST, evaluation_columns, fell_by_half, summary_text
 from flatlab.train import metrics
 from flatlab.train.batch import Group, TrainSequence, draw_kl_weights, gather_groups
 from flatlab.train.job import Ranks, TrainingRun
 from flatlab.view.results import final_table
-from flatlab.world.episode import Episode, Segment
-from helpers import configure, segments_of, slow, step_row, user_error
+from flatlab.world.episode import Episode, Segment, packed_tokens
+from helpers import attempts_of, configure, segments_of, slow, step_row, user_error
 from tasks import load_task
 from training import (
     CFG,
@@ -214,7 +214,7 @@ def test_alarms():
         [alarm] = metrics.alarms(row(12, entropy=entropy), HEALTHY)
         assert words in alarm
     assert metrics.alarms({"grad_norm": 5.0}, [{"grad_norm": 0.0}]) == []
-    assert not metrics.fell_by_half(0.0, metrics.LOST)
+    assert not fell_by_half(0.0, LOST)
 
 
 @pytest.mark.parametrize(
@@ -249,23 +249,22 @@ def test_bounds_of_the_alarms(key, usual, quiet, loud):
 def test_the_row_counts_faults_graders_without_a_result_and_records():
     group = scored_group(TASK, 0.7, None, 0.8, 0.0)
     _, second, third, fourth = group.episodes
-    second.score = replace(second.score, grader_output="exit code 1")
-    third.score = replace(third.score, record="the file")
+    second.grader_output = "exit code 1"
+    third.record = "the file"
     fourth.status = "fault"
-    group.rewards = [0.1, -1.0, 0.2]
     row = metrics.step_metrics([group], [TASK])
     expected = {"episodes": 3, "faults": 1, "fault_share": 1 / 4, "ungraded_share": 1 / 3}
     expected |= {"records": 1, "valid_share": 2 / 3, "zero_variance_share": 0}
     assert row.items() >= expected.items()
     assert row["reward_std"] == pytest.approx(stdev(group.rewards))
-    group.rewards = [0.1]
-    assert metrics.step_metrics([group], [TASK])["reward_std"] == 0
+    alone = scored_group(TASK, 0.7)
+    assert metrics.step_metrics([alone], [TASK])["reward_std"] == 0
 
 
 def evaluated(gain, step=19, valid=0.8):
     """Healthy steps, and an evaluation after the last one."""
     numbers = {"value_mean": gain, "value_stderr": 0.05, "valid_share": valid}
-    return [*HEALTHY, row(step) | metrics.evaluation_columns(numbers)]
+    return [*HEALTHY, row(step) | evaluation_columns(numbers)]
 
 
 UNLEARNED = [row(i, zero_variance_share=1.0) for i in range(5)]  # all groups had equal rewards
@@ -305,7 +304,7 @@ def test_what_counts_as_a_collapse(rows, reason):
 
 def judged(task, *values):
     """An evaluation of episodes with these scores, None: nothing valid."""
-    return metrics.evaluation([scored_group(task, *values)], [task])
+    return metrics.evaluation(metrics.rows_of([scored_group(task, *values)]), [task])
 
 
 def test_best_is_the_adapter_with_the_largest_mean_value():
@@ -331,13 +330,13 @@ def test_an_exact_task_beside_others_counts_on_both_parts():
     exact = load_task("hadamard29")
     group = scored_group(TASK, 0.7, 0.8)
     for episode in group.episodes:
-        episode.test_score = valid(0.6)
+        episode.judge(TASK, valid(0.7), valid(0.6))
     groups = [group, scored_group(exact, exact.baseline)]
-    result = metrics.evaluation(groups, [TASK, exact])
+    result = metrics.evaluation(metrics.rows_of(groups), [TASK, exact])
     assert result["hadamard29.test_value_mean"] == result["hadamard29.value_mean"] == 0
     assert result["titanic.test_value_mean"] < 0 < result["titanic.value_mean"]
     assert result["test_value_mean"] == pytest.approx(2 / 3 * result["titanic.test_value_mean"])
-    assert "test_value_mean" not in metrics.evaluation(groups[1:], [exact])
+    assert "test_value_mean" not in metrics.evaluation(metrics.rows_of(groups[1:]), [exact])
 
 
 # ------------------------------------------------------------ whole runs, played episodes
@@ -398,8 +397,8 @@ class Watched:
         self.scores = scores
         self.trained, self.selection, self.final, self.tested = [], [], [], []
 
-    async def __call__(self, world, policy, options, seed, score_test, loop):
-        score = None
+    async def __call__(self, world, policy, options, episode, score_test, loop):
+        score, seed = None, world.seed
         if seed >= 0:
             self.trained.append(seed)
         elif seed > -150_000:
@@ -409,14 +408,14 @@ class Watched:
             self.final.append(seed)
             self.tested.append(score_test)
         assert not score_test or seed < -150_000
-        return await one_reply(world, policy, options, seed, score_test, score=score)
+        return await one_reply(world, policy, options, None, score_test, score=score)
 
 
 def test_the_end_of_a_run_compares_the_adapters_and_a_longer_run_does_anew(play, policy):
     """On the same fresh seeds. A run that starts from a trained adapter compares with that one."""
 
     def files():
-        return " ".join(sorted(path.stem for path in Path("logs/a/episodes").glob("*.jsonl")))
+        return " ".join(sorted(path.stem for path in Path("logs/a/transcripts").glob("*.jsonl")))
 
     randomise(policy)
     start = weights_of(policy)
@@ -437,13 +436,13 @@ def test_the_end_of_a_run_compares_the_adapters_and_a_longer_run_does_anew(play,
     judged = "before eval-000000 eval-000001"
     assert files() == f"000000 000001 {judged} final-best final-last final-untrained"
 
-    before = Path("logs/a/episodes/before.jsonl").read_bytes()
+    before = Path("logs/a/transcripts/before.jsonl").read_bytes()
     play(steps=3, episode=Watched(0.85), **options)  # best is the last adapter now
     assert files() == f"000000 000001 000002 {judged} eval-000002 final-best final-untrained"
-    assert Path("logs/a/episodes/before.jsonl").read_bytes() == before
+    assert Path("logs/a/transcripts/before.jsonl").read_bytes() == before
     final = result_of()["final"]
     assert (final["steps"], final["last"]["step"], final["best_is_untrained"]) == (3, 2, False)
-    assert final["last"]["file"] == final["best"]["file"] == "episodes/final-best.jsonl"
+    assert final["last"]["when"] == final["best"]["when"] == "final-best"
     policy.load_adapter(Path("logs/a/untrained"))
     assert has_weights(policy, start)
 
@@ -480,23 +479,23 @@ def test_paired_runs_are_compared_with_the_untrained_adapter_and_best_alone_show
     played = {}
     for name, score in {"untrained": 0.7, "last": 0.6, "best": 0.8}.items():
         group = scored_group(TASK, score)
-        group.episodes[0].test_score = group.episodes[0].score
+        group.episodes[0].judge(TASK, valid(score), valid(score))
         played[name] = ([group], f"final-{name}")
     final = metrics.comparison(played, [TASK], {"last": 9, "best": 4})
     assert (final["split"], final["best_is_untrained"]) == ("validation", False)
-    assert [final[name]["file"] for name in played] == [file for _, file in played.values()]
+    assert [final[name]["when"] for name in played] == [when for _, when in played.values()]
     assert "difference" not in final["untrained"]
     assert final["last"]["difference"] < 0 < final["best"]["difference"]
     assert (final["last"]["step"], final["best"]["step"]) == (9, 4)
     assert [name for name in played if "test_value_mean" in final[name]] == ["best"]
     group.episodes[0].status = "fault"
     with user_error("Every sandbox broke"):
-        metrics.evaluation([group], [TASK])
+        metrics.evaluation(metrics.rows_of([group]), [TASK])
 
 
 def test_a_row_has_times_and_memory():
     group = scored_group(TASK, 0.7)
-    group.episodes[0].turns = [{"reply_tokens": 30}]
+    group.episodes[0].tokens = 30
     row = metrics.timing(SimpleNamespace(device="cpu"), [0.0, 1.0, 3.0, 6.0, 10.0], [group])
     assert (row["seconds"], row["tokens_per_second"]) == (6.0, 5.0)
     assert [row[phase] for phase in metrics.PHASES] == [1.0, 2.0, 3.0, 4.0]
@@ -610,10 +609,10 @@ def test_two_tasks_have_their_own_numbers_and_a_common_scale(play):
     assert "eval_value_mean" not in rows[0]
     assert "eval_score_mean" not in rows[-1]  # units differ
     assert {"eval_titanic.score_mean", "eval_battleOfSexes.value_mean"} <= rows[-1].keys()
-    before = read_rows("logs/a/episodes/before.jsonl")
+    before = attempts_of("logs/a", "before")
     values = [max(-1, e["improvement"]) for e in before]
     assert fmean(values) == result_of()["before"]["value_mean"]
-    assert [e["baseline"] for e in before] == [TASK.baseline, other.baseline] * 2
+    assert [e["task"] for e in before] == [TASK.name, other.name] * 2
 
 
 def test_none_is_derived_and_zero_is_zero(tmp_path, monkeypatch):
@@ -646,13 +645,13 @@ def test_groups_travel_without_the_sequences_to_train_on(tmp_path):
     """The bytes were packed when an episode ended; one after the other, they are a file."""
     logprob = -0.1234567890123456789
     sampled = Segment([1, 2, 3], [-1, 0, 1], [0.0, logprob, math.nan], [-1, 4, 5])
-    episode = Episode("t", 0, segments=[sampled], packed=store.packed_tokens([sampled]))
-    played = [Group(1, TASK, [], []), Group(0, TASK, [episode], [0.5])]
+    episode = Episode("t", 0, segments=[sampled], packed=packed_tokens([sampled]))
+    played = [Group(1, TASK, []), Group(0, TASK, [episode])]
     group, last = gather_groups(played, TrainingRun())
     assert (group.number, last.number) == (0, 1)
     [copy] = group.episodes
     assert (copy.segments, episode.segments) == ([], [sampled])
-    (tmp_path / "episodes").mkdir()
-    (tmp_path / "episodes/before.tokens.jsonl.gz").write_bytes(2 * copy.packed)
+    (tmp_path / "transcripts").mkdir()
+    (tmp_path / "transcripts/before.tokens.jsonl.gz").write_bytes(2 * copy.packed)
     kept = vars(sampled) | {"logprobs": [0.0, logprob, None]}  # JSON has no NaN
     assert segments_of(tmp_path, "before") == [[kept], [kept]]

@@ -19,7 +19,7 @@ from flatlab.errors import UserError
 from flatlab.files import read_mapping
 from flatlab.files import read_rows as rows
 from flatlab.runs import trackers
-from helpers import PROJECT, done, refuses, run_here, run_until, segments_of
+from helpers import PROJECT, attempts_of, done, refuses, run_here, run_until, segments_of
 
 SMALL = "--groups 2 --group-size 4 --eval-episodes 2 --concurrency 8 --model tiny --backend local"
 A_RUN = f"{SMALL} --steps 2 --task titanic --name a"
@@ -40,11 +40,11 @@ def test_a_run_leaves_everything_behind(finished):
     result = read_mapping(logs / "result.json")
     assert result["status"] == "finished"
     assert result["final"]["n"] == result["final"]["steps"] == 2
-    episodes = rows(logs / "episodes" / "000001.jsonl")
+    episodes = attempts_of(logs, "1")
     groups = Counter(e["group"] for e in episodes)
     assert groups == dict.fromkeys(range(metrics[1]["groups"]), 4)
     for episode in episodes:
-        assert episode["reward"] == -1 or episode["score"]["valid"]
+        assert episode["reward"] == -1 or episode["outcome"] == "valid"
         assert episode["status"] != "fault"
     for name in "config.yaml command.txt git.txt env.txt curves.png report.html".split():
         assert (logs / name).stat().st_size > 0
@@ -83,7 +83,7 @@ def error_of(numbers):
 def follows(result, episodes, parts=("",), **more):
     """The values of an evaluation, and more numbers, are those of its episodes without faults."""
     expected = more | {"n": len(episodes), "faults": 0}
-    expected["valid_share"] = fmean(e["score"]["valid"] for e in episodes)
+    expected["valid_share"] = fmean(e["outcome"] == "valid" for e in episodes)
     for part in parts:
         values = [value(e, f"{part}improvement") for e in episodes]
         expected |= {f"{part}value_mean": fmean(values), f"{part}value_stderr": error_of(values)}
@@ -94,24 +94,23 @@ def test_every_headline_follows_from_the_episodes(finished):
     logs = finished[0] / "logs" / "a"
     result = read_mapping(logs / "result.json")
     row = rows(logs / "metrics.jsonl")[-1]
-    before = rows(logs / "episodes" / "before.jsonl")
-    last = rows(logs / "episodes" / "eval-000001.jsonl")
+    before, last = (attempts_of(logs, when) for when in ("before", "eval-1"))
     follows(result["before"], before)
     follows({key.removeprefix("eval_"): row[key] for key in row}, last)
     follows(result["best"], last if result["best"]["step"] == 1 else before)
 
     final = result["final"]
-    files = {name: final[name]["file"] for name in ("untrained", "last", "best")}
-    assert (files["best"] == files["untrained"]) == final["best_is_untrained"]
-    untrained = rows(logs / files["untrained"])
+    names = {name: final[name]["when"] for name in ("untrained", "last", "best")}
+    assert (names["best"] == names["untrained"]) == final["best_is_untrained"]
+    untrained = attempts_of(logs, names["untrained"])
     follows(final["untrained"], untrained)
     reference = {e["seed"]: value(e) for e in untrained}
     for name, parts in {"last": [""], "best": ["", "test_"]}.items():
-        episodes = rows(logs / files[name])
+        episodes = attempts_of(logs, names[name])
         pairs = [value(e) - reference[e["seed"]] for e in episodes]
         more = {"difference": fmean(pairs), "difference_stderr": error_of(pairs)}
         follows(final[name], episodes, parts, **more, difference_n=len(pairs))
-    assert [name for name in files if "test_value_mean" in final[name]] == ["best"]
+    assert [name for name in names if "test_value_mean" in final[name]] == ["best"]
     assert not {e["seed"] for e in before} & set(reference)
 
 
@@ -125,7 +124,7 @@ def test_the_loss_of_a_step_follows_from_the_files(finished):
     logs = finished[0] / "logs" / "a"
     cfg = yaml.safe_load((logs / "config.yaml").read_text())
     row = rows(logs / "metrics.jsonl")[1]
-    episodes = rows(logs / "episodes" / "000001.jsonl")
+    episodes = attempts_of(logs, "1")
     sampled = segments_of(logs, "000001")
 
     adapter = logs / "checkpoints" / "000000"  # before the update of step 1
@@ -146,7 +145,7 @@ def test_the_loss_of_a_step_follows_from_the_files(finished):
             continue
         advantage = (episode["reward"] - fmean(group)) / stdev(group)
         replies = [r for segment in segments for r in segment["reply"] if r >= 0]
-        assert len(replies) == episode["reply_tokens"]
+        assert len(replies) == episode["tokens"]
         for segment in segments:
             tokens = torch.tensor(segment["tokens"])
             is_trained = torch.tensor(segment["reply"]) >= 0

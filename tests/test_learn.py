@@ -17,10 +17,10 @@ from examples import learn
 from flatlab.files import read_rows
 from flatlab.runs.cli import parse_config
 from flatlab.runs.start import complete
+from flatlab.runs.store import EPISODES
 from flatlab.tree.nodes import open_trees
-from flatlab.tree.requests import CountingPolicy
-from flatlab.view.reader import read_run
-from helpers import TINY_TEXTS, configure, user_error
+from flatlab.view.reader import read_run, transcripts_of
+from helpers import TINY_TEXTS, configure, graded, user_error
 from training import TASK, has_weights, one_reply, weights_of
 
 
@@ -29,10 +29,10 @@ def folder(tmp_path, monkeypatch, quick_provenance):
     monkeypatch.chdir(tmp_path)
 
 
-def grown(policy, change=lambda node, episode: episode, **config):
+def grown(policy, change=lambda node: None, **config):
     """Grows a tree for each seed, over episodes of one reply.
 
-    change(node, episode): the episode that counts instead.
+    change(node): alters the node that was played.
     """
     options = {"name": "a", "parents": 2, "children": 3, "workers": 6, "lr": 0.01}
     options |= {"max_reply_tokens": 6, "sampling_mode": ("none",), "context": 2048}
@@ -41,11 +41,11 @@ def grown(policy, change=lambda node, episode: episode, **config):
     trees, _ = open_trees(cfg, tasks, search.SELECT[cfg.select], None)
 
     async def one(t, node, parents):
-        world = SimpleNamespace(task=t.task)
-        counting = CountingPolicy(t.policy, node)
-        episode = await one_reply(world, counting, t.cfg.episode, node.seed)
-        episode.turns[0]["stop_reason"] = "stop"
-        return change(node, episode), b"\0" * 10240 + b"{}"
+        world = SimpleNamespace(task=t.task, seed=node.seed)
+        await one_reply(world, t.policy, t.cfg.episode, node)
+        node.turns[0]["stop_reason"] = "stop"
+        change(node)
+        return b"\0" * 10240 + b"{}"
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "play_node", one)
@@ -63,7 +63,7 @@ def test_a_round_is_picked_played_learned_and_written(policy):
     rows = t.run.rows()
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert [row["nodes"] for row in rows] == [6, 12, 14]  # the last round has what was left
-    groups = Counter((n.decision["round"], n.decision["group"], n.parent) for n in t.finished)
+    groups = Counter((n.step, n.group, n.parent) for n in t.finished)
     assert sorted(groups.values()) == [2, 3, 3, 3, 3]  # nobody has another parent than its group
     assert not has_weights(policy, before)
     assert rows[0]["logprob_diff_max"] < 1e-3  # the trainer saw what the engine sampled
@@ -72,9 +72,13 @@ def test_a_round_is_picked_played_learned_and_written(policy):
     for row in rows:
         assert row["valid_share"] == 1
         assert row["grad_norm"] > 0
-    episodes = [read_rows(file)[0] for file in t.run.dir.glob("episodes/*.jsonl")]
-    assert {episode["turns"][0]["version"] for episode in episodes} == {0, 1, 2}
-    groups = viz.list_text(read_run(t.run.dir), step=1).split("\n\n")
+    run = read_run(t.run.dir)
+    assert [row["id"] for row in run.rows] == [node.id for node in t.finished]
+    for row in run.rows:
+        [turn] = transcripts_of(run)(row)["turns"]
+        assert (turn["version"], turn["advantage"]) == (row["step"], row["advantage"])
+        assert (row["reward"], row["trained"]) == (row["value"], 1)
+    groups = viz.list_text(run, step=1).split("\n\n")
     assert len(groups) == 2
     for group in groups:
         assert group.startswith("round 1, group ")
@@ -88,23 +92,21 @@ def test_a_round_is_picked_played_learned_and_written(policy):
 def test_a_run_that_was_cut_in_a_round_goes_on_with_the_adapter_of_its_last_whole_round(policy):
     first = weights_of(policy)
 
-    def cut(node, episode):
+    def cut(node):
         if node.order == 9:
             raise RuntimeError("cut")
-        return episode
 
     with pytest.raises(ExceptionGroup):
         grown(policy, cut, nodes=18, workers=1)
-    assert len(read_rows(Path("logs/a/journal.jsonl"))) == 9
+    assert len(read_rows(Path("logs/a", EPISODES))) == 9
     trained = weights_of(policy)
     assert not has_weights(policy, first)
     for parameter, values in zip(policy.parameters(), first):
         parameter.data.copy_(values)
     loaded = []
 
-    def look(node, episode):
+    def look(node):
         loaded.append(has_weights(policy, trained))
-        return episode
 
     [t] = grown(policy, look, nodes=18, workers=1)
     assert loaded[:6] == [True] * 6  # those of the round that came after the cut one
@@ -116,9 +118,8 @@ def test_trees_of_a_grid_begin_with_the_same_adapter(policy):
     first = weights_of(policy)
     begun = []
 
-    def look(node, episode):
+    def look(node):
         begun.append(has_weights(policy, first))
-        return episode
 
     trees = grown(policy, look, seed=(0, 1), parents=1, nodes=3)
     assert begun == [True] * 6
@@ -126,11 +127,9 @@ def test_trees_of_a_grid_begin_with_the_same_adapter(policy):
 
 
 def test_the_row_of_a_round_counts_gains_lineages_and_duplicates(policy):
-    def scored(node, episode):
-        values = {"0.0": 0.8, "0.1": None, "0.2": 0.9}
-        value = values.get(node.id, 0.85)
-        score = replace(episode.score, valid=value is not None, value=value)
-        return replace(episode, score=score)
+    def scored(node):
+        scores = {"0.0": 0.8, "0.1": None, "0.2": 0.9}
+        node.judge(TASK, graded(scores.get(node.id, 0.85)))
 
     [t] = grown(policy, scored, nodes=6, parents=1)
     first, second = t.run.rows()
@@ -141,14 +140,13 @@ def test_the_row_of_a_round_counts_gains_lineages_and_duplicates(policy):
     assert second["gain_mean"] < 0
     for node, text in zip(t.finished, "xyzxaa"):
         node.code = {"a.py": text}
-    row = learn.row_of(t, t.finished[3:], [])
+    row = learn.row_of(t, t.finished[3:])
     assert row["duplicate_share"] == pytest.approx(2 / 3)  # x is known, and a comes twice
 
 
 def test_replies_that_were_cut_carry_no_gradient(policy):
-    def cut(node, episode):
-        episode.turns[0]["stop_reason"] = "length"
-        return episode
+    def cut(node):
+        node.turns[0]["stop_reason"] = "length"
 
     before = weights_of(policy)
     [t] = grown(policy, cut, nodes=6)

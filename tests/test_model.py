@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 import env
 import sft
 from bench import gpu
-from flatlab.files import read_mapping, read_rows
+from flatlab.files import read_mapping
 from flatlab.model import memory, packing
 from flatlab.model.lora_sync import at_most
 from flatlab.options import ModelOptions
@@ -32,6 +32,7 @@ from helpers import (
     PROJECT,
     TINY_TEXTS,
     FakePolicy,
+    attempts_of,
     play_once,
     python,
     user_error,
@@ -414,7 +415,7 @@ def test_it_solves_the_tasks_with_the_prompts_of_today(tiny_policy, name):
 
     episodes = for_each_seed(play)
     assert [episode.fault for episode in episodes if episode.status == "fault"] == []
-    valid_share = sum(episode.score.valid for episode in episodes) / EPISODES
+    valid_share = sum(episode.valid for episode in episodes) / EPISODES
     assert valid_share >= LOWEST_VALID_SHARE, f"{name}: {valid_share:.0%} are valid. {ADVICE}"
 
 
@@ -439,14 +440,15 @@ def test_demonstrations_are_scored_can_be_imitated_and_have_the_texts_of_an_epis
     tool = PROJECT / "tools/demonstrations.py"
     done = python(tool, "--episodes", 12, "--backend", LOCAL, cwd=tmp_path)
     folder = tmp_path / done.stdout.strip()
-    episodes = read_rows(folder / "episodes/000000.jsonl")
+    episodes = attempts_of(folder, "0")
     assert len(episodes) == 12
-    scores = [e["score"]["value"] for e in episodes if e["score"]["valid"]]
+    scores = [e["score"] for e in episodes if e["score"] is not None]
     assert min(scores) < 1.0 < max(scores)
     task = load_task("battleOfSexes", "", "")
     best = sft.best_episodes(sft.Config(runs=(str(folder),), share=1.0), [task])
     assert best
-    assert all(e["score"]["value"] > task.baseline for e in best)
+    improved = {e["id"] for e in episodes if (e["improvement"] or 0) > 0}
+    assert {transcript["id"] for transcript in best} <= improved
     turns = read_mapping(PROJECT / "configs/grpo-cpu.yaml")["max_turns"]
     options = {"max_turns": turns, "prompts": AGENT_TEXTS}
     played = asyncio.run(play_once(env.Env(task, LOCAL), FakePolicy("hm"), **options))

@@ -66,7 +66,7 @@ def bits(text):
 def rewards(name, task, *scores):
     """The rewards of a group with these scores, None: nothing valid."""
     cfg = configure(CFG, reward=name)
-    return grpo.rewards_of(scored_group(task, *scores), cfg)
+    return [grpo.reward_of(e, cfg) for e in scored_group(task, *scores).episodes]
 
 
 NO_REWARD = "The reward continuous is .*: .* finite number of at least -1"
@@ -82,12 +82,11 @@ WRONG = (  # what a function of the user returns, and the sentence
 @pytest.mark.parametrize("name, value, sentence", WRONG)
 def test_a_wrong_value_of_a_function_is_one_sentence(monkeypatch, task, name, value, sentence):
     group = scored_group(task, 0.7, 0.8)
-    group.rewards = [0.0, 1.0]
-    monkeypatch.setitem(grpo.REWARDS, "continuous", lambda improvement, episode: value)
+    monkeypatch.setitem(grpo.REWARDS, "continuous", lambda episode: value)
     monkeypatch.setitem(grpo.ADVANTAGES, "group", lambda rewards: value)
     with helpers.user_error(sentence):
         if name == "reward":
-            grpo.rewards_of(group, CFG)
+            grpo.reward_of(group.episodes[0], CFG)
         else:
             grpo.make_batch([group], CFG, TrainingRun())
 
@@ -134,10 +133,10 @@ def test_validate_then_submit_is_not_paid():
         play("validate"),
         play("echo validation score: 1.0", "submit"),
     ]
-    assert good.score.value > task.baseline > bad.score.value
-    played = Group(0, task, [good, bad, *exploits], [])
+    assert good.score > task.baseline > bad.score
     for name in grpo.REWARDS:
-        paid = grpo.rewards_of(played, configure(CFG, reward=name))
+        cfg = configure(CFG, reward=name)
+        paid = [grpo.reward_of(e, cfg) for e in (good, bad, *exploits)]
         assert set(paid[2:]) == {grpo.NO_SUBMISSION}
         assert min(paid[:2]) >= grpo.NO_SUBMISSION
         for estimate in grpo.ADVANTAGES.values():
@@ -371,7 +370,9 @@ def played(task, *rewards):
     episode = finished(".00.1")
     fault = replace(episode, status="fault")
     episodes = [copy.deepcopy(fault if reward is None else episode) for reward in rewards]
-    return Group(0, task, episodes, [reward for reward in rewards if reward is not None])
+    for e, reward in zip(episodes, rewards):
+        e.reward = reward
+    return Group(0, task, episodes)
 
 
 def test_faults_and_equal_rewards_are_not_in_the_batch(task):
@@ -397,11 +398,14 @@ def test_groups_are_filled_up_to_the_bound(monkeypatch, task):
     """Equal rewards: another group, until P informative ones or the bound; seeds never repeat."""
     seeds = []
 
-    async def run_episode(world, policy, options, seed, score_test, loop):
+    async def run_episode(world, policy, options, episode, score_test, loop):
+        seed = world.seed
         seeds.append(seed)
         number = (seed - 7 * 100_003) // 4
         score = valid(0.7 if number < 3 else 0.6 + 0.1 * (seed % 2))
-        return Episode(world.task.name, seed, score=score)
+        episode = Episode(world.task.name, seed)
+        episode.judge(world.task, score)
+        return episode
 
     def play(*more):
         plan = Plan([task] * 2, 4, 7, more)
@@ -499,16 +503,20 @@ def test_values_and_their_summary_by_hand(task):
     assert [value_of(x) for x in (None, -3.0, -0.5, 2.0)] == [-1.0, -1.0, -0.5, 1.5]
     assert unit(replace(task, baseline=0.0, reference=None)) == 1.0
     assert unit(replace(task, baseline=-4.0, reference=None, higher_is_better=False)) == -4.0
-    some = summary([0.5, None, 2.0, -3.0], task)  # a unit is 0.2, the baseline 0.6
-    assert (some["value_mean"], some["valid_share"]) == (0.0, 0.75)
+
+    def summary_of(*scores):
+        return summary([e.row() for e in scored_group(task, *scores).episodes], task)
+
+    some = summary_of(0.7, None, 1.0, 0.0)  # a unit is 0.2, the baseline 0.6
+    assert (some["value_mean"], some["valid_share"]) == (pytest.approx(0.0), 0.75)
     assert some["score_mean"] == pytest.approx((0.7 + 1.0 + 0.0) / 3)
     assert some["score_best_of_8"] is None
     assert summary_text(some, "accuracy").endswith("75% valid, accuracy 0.5667 ± 0.2963")
-    best = summary([0.5] * 8, task)
+    best = summary_of(*[0.7] * 8)
     assert best["score_best_of_8"] == pytest.approx(0.7)
     text = "value +0.5000 ± 0.0000, 100% valid, score 0.7000 ± 0.0000, best of 8: 0.7000"
     assert summary_text(best) == text
-    none = summary([], task)
+    none = summary_of()
     assert (none["value_mean"], none["score_mean"], none["valid_share"]) == (None, None, 0)
-    assert summary([None] * 8, task)["score_best_of_8"] is None
+    assert summary_of(*[None] * 8)["score_best_of_8"] is None
     assert summary_text({"value_mean": 0.5, "valid_share": None}) == "value +0.5000"

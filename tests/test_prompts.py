@@ -64,13 +64,21 @@ def test_the_first_messages_of_the_stand_in_are_the_recorded_ones(name):
 
 CODE = {"solve.py": "import csv\nprint(1)\n", "b.sh": "x" * 900}
 ERROR = "Traceback\nKeyError: 'x'\n"
-VALID = {"valid": True, "status": "validated"}
+
+VALID = {"status": "validated", "ended": True}
+FAILED = {"status": "turn_limit", "ended": True}
+
+
+def node_of(id, **more):
+    return Node("titanic", 0, id, **more)
+
+
 NODES = [
-    Node("0.0", idea="ridge", score=0.7, improvement=0.2, code=CODE, **VALID),
-    Node("0.1", idea="a forest", status="turn_limit", error=ERROR),
-    Node("0.2", score=0.75, improvement=0.5, **VALID),
-    Node("0.1.0", idea="a forest", status="submit"),
-    Node("0.0.1", idea="knn"),
+    node_of("0.0", idea="ridge", score=0.7, improvement=0.2, code=CODE, **VALID),
+    node_of("0.1", idea="a forest", error=ERROR, **FAILED),
+    node_of("0.2", score=0.75, improvement=0.5, **VALID),
+    node_of("0.1.0", idea="a forest", **FAILED),
+    node_of("0.0.1", idea="knn", status="submit", error=ERROR),  # its files are being written
 ]
 
 
@@ -96,7 +104,7 @@ def test_the_requests_of_a_search_are_the_recorded_ones(file):
         ("debug", [bad]),
         ("crossover", [plain, bad], "A note."),
     ):
-        node = Node("0.3", op=op, idea="ridge")
+        node = node_of("0.3", op=op, idea="ridge")
         said[f"situation, {op}"] = requests.situation(asked, node, parents, 600, *notes)
     assert said == RECORDED["search"]
 
@@ -333,6 +341,6 @@ def test_an_imitated_transcript_has_the_tokens_of_the_episode(thoughts):
     assert len(episode.segments) == (1 if thoughts == "keep" else 3)
     options = replace(OPTIONS, max_observation_tokens=512, thoughts=thoughts)
     cfg = sft.Config(episode=options)
-    sequences = sft.sequences_from(episode.to_dict(), policy, cfg)
+    sequences = sft.sequences_from(episode.transcript(), policy, cfg)
     assert [s.tokens for s in sequences] == [s.tokens for s in episode.segments]
     assert [s.mask for s in sequences] == [s.mask for s in episode.segments]

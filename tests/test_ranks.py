@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from flatlab import threads
 from flatlab.files import read_rows as rows
 from flatlab.train.job import join
-from helpers import PROJECT, free_port, segments_of, user_error
+from helpers import PROJECT, attempts_of, free_port, segments_of, user_error
 
 sys.path[:0] = [str(PROJECT), str(PROJECT / "tests")]
 PROGRAM = PROJECT / "tests/test_ranks.py"
@@ -163,7 +163,7 @@ def left_by(run):
     """The rows, replies, tokens and the adapter of a run."""
     replies, tokens = [], []
     for step in range(STEPS):
-        replies += [e["turns"][0]["reply"] for e in rows(run / f"episodes/{step:06d}.jsonl")]
+        replies += [e["turns"][0]["reply"] for e in attempts_of(run, f"{step}")]
         tokens += [s["tokens"] for [s] in segments_of(run, f"{step:06d}")]
     adapter = load_file(run / f"checkpoints/{STEPS - 1:06d}/adapter_model.safetensors")
     return rows(run / "metrics.jsonl"), replies, tokens, adapter
@@ -215,7 +215,7 @@ def test_two_ranks_sample_ahead_and_a_lost_one_ends_the_job_which_resumes(tmp_pa
     assert [row["step"] for row in result] == list(range(done + 1))
     assert 1 <= max(row["lag_max"] for row in result) <= 2
     for step in range(done + 1):
-        episodes = rows(run / f"episodes/{step:06d}.jsonl")
+        episodes = attempts_of(run, f"{step}")
         assert [e["seed"] - 100_003 * step for e in episodes] == list(range(12))
         rewards = {}
         for e in episodes:

@@ -314,16 +314,17 @@ def test_resume_keeps_the_rows_and_replaces_a_cut_last_line(begun):
 
 def test_resume_drops_what_is_newer_than_the_checkpoint_and_the_final_comparison(tmp_path):
     run = opened(tmp_path)
-    for name in [0, 1, "before", "eval-000000", "eval-000001", "final-best", "final-last"]:
-        run.save_episodes(name, [{}], tokens=b"x")
+    for when in "0 1 before eval-0 eval-1 final-best final-last".split():
+        run.save_episodes(when, [helpers.episode(0.7, when=when, packed=b"x")])
     for step in (0, 1):
         run.log(step_row(step))
     run.truncate_after(0)
     assert [row["step"] for row in run.rows()] == [0]
-    kept = Counter(path.name.partition(".")[0] for path in (tmp_path / "episodes").iterdir())
+    kept = Counter(path.name.partition(".")[0] for path in (tmp_path / "transcripts").iterdir())
     assert kept == {"000000": 2, "before": 2, "eval-000000": 2}
+    assert [row["when"] for row in store.read_episodes(tmp_path)] == ["0", "before", "eval-0"]
     run.truncate_after(-1)  # the run begins anew
-    assert not any((tmp_path / "episodes").iterdir())
+    assert not any((tmp_path / "transcripts").iterdir()) and not store.read_episodes(tmp_path)
 
 
 def test_numbers_and_texts_survive_the_way_through_json(tmp_path):
@@ -401,6 +402,7 @@ WRITER = """
 import itertools, os, shutil, sys
 from pathlib import Path
 from flatlab.runs import store
+from flatlab.world.episode import Episode
 store.output_of = lambda *command: ""
 run = store.open_run(sys.argv[1], {"a": 1}, MADE_BY)
 # writes, renames and fsyncs until this process is killed in one of them
@@ -428,8 +430,9 @@ shutil.rmtree = deadly(shutil.rmtree, remove_one)
 Path.rename = deadly(Path.rename)
 os.replace = deadly(os.replace)
 store.to_disk = deadly(store.to_disk)
+episodes = [Episode("titanic", 0, str(number), "0", prompt="x" * 9_000) for number in range(5)]
 for step in itertools.count():
-    run.save_episodes(0, [{"text": "x" * 9_000, "step": step}] * 5)
+    run.save_episodes("0", episodes)
     with run.checkpoint(step, keep=1) as folder:
         for name in "ab":
             (folder / name).write_bytes(b"x" * 5_000)
@@ -447,8 +450,9 @@ def test_kill_9_leaves_only_whole_files(tmp_path, moment):
     assert done.returncode == -signal.SIGKILL, done.stderr
     run = store.open_run(tmp_path, {"a": 1}, MADE_BY)  # the lock is gone, leftovers are swept
     if moment > 20:
-        episodes = files.read_rows(tmp_path / "episodes/000000.jsonl")
-        assert [len(episode["text"]) for episode in episodes] == [9_000] * 5
+        texts = files.read_rows(tmp_path / "transcripts/000000.jsonl")
+        assert [len(each["prompt"]) for each in texts] == [9_000] * 5
+        assert [row["id"] for row in store.read_episodes(tmp_path)][:5] == [*"01234"]
         assert (tmp_path / "best/a").stat().st_size == 5_000
         assert run.checkpoints()
         assert run.rows()[0] == {"step": 0}

@@ -583,6 +583,14 @@ def test_files_that_cannot_be_copied_are_a_fault(isolated):
             snapshot.put_back(box, b"no tar" * 1000)
 
 
+def test_files_behind_a_link_of_the_image_stay_when_a_copy_has_a_folder_there(isolated):
+    with closing(Sandbox(isolated)) as box, closing(Sandbox(isolated)) as twin:
+        out(box, "mkdir ~/link; touch ~/link/new")
+        out(twin, "mkdir /tmp/kept; touch /tmp/kept/file; ln -s /tmp/kept ~/link")
+        snapshot.put_back(twin, snapshot.take(box))
+        assert out(twin, "ls /tmp/kept ~/link").split()[1::2] == ["new", "file"]
+
+
 # ---- ends
 
 

@@ -147,4 +147,4 @@ def test_errors_are_one_sentence(tmp_path, monkeypatch, capsys):
     write(tmp_path, files)
     refuses(lambda: viz.main(viz.tyro.cli(viz.Options)), SHOWN, monkeypatch, capsys)
     refuses(evaluate.main, PLAYED, monkeypatch, capsys)
-    assert not list(tmp_path.glob("logs/*/*/episodes"))
+    assert not list(tmp_path.glob("logs/*/*/transcripts"))

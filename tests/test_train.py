@@ -17,7 +17,7 @@ import grpo
 from flatlab.files import read_rows
 from flatlab.train import checkpoint, job, metrics
 from flatlab.world.episode import in_thread
-from helpers import slow
+from helpers import attempts_of, slow
 from training import (
     episodes_of,
     has_weights,
@@ -44,8 +44,8 @@ def test_the_lag_is_bounded_and_every_planned_group_is_trained_once(play, policy
         assert len(episodes) >= 8
         assert [e["seed"] for e in episodes] == [step * 100_003 + i for i in range(len(episodes))]
         assert versions_of(episodes) <= set(range(max(0, step - ahead), step + 1))
-    for name in ("eval-000002", "eval-000005"):
-        assert len(versions_of(read_rows(f"logs/a/episodes/{name}.jsonl"))) == 1
+    for name in ("eval-2", "eval-5"):
+        assert len(versions_of(attempts_of("logs/a", name))) == 1
     stale = [row for row in rows if row["compared_tokens"] == 0]
     assert bool(stale) == bool(ahead)
     assert not any("logprob_diff_mean" in row for row in stale)
@@ -55,9 +55,9 @@ def test_the_lag_is_bounded_and_every_planned_group_is_trained_once(play, policy
 def test_faults_and_equal_rewards_change_nothing_about_the_plan(play):
     """Replacement groups are played for the step whose groups they replace."""
 
-    async def episode(world, policy, options, seed, *more):
-        fixed = {"score": 0.7 if seed % 3 else None, "faulty": lambda seed: seed % 7 == 0}
-        return await waiting_reply(world, policy, options, seed, *more, **fixed)
+    async def episode(world, *more):
+        fixed = {"score": 0.7 if world.seed % 3 else None, "faulty": lambda seed: seed % 7 == 0}
+        return await waiting_reply(world, *more, **fixed)
 
     rows = play(episode=episode, steps=4, ahead=2, concurrency=12)
     seeds = Counter(e["seed"] for episodes in episodes_of(4) for e in episodes)
@@ -71,13 +71,13 @@ def test_a_collapse_ends_the_run_and_the_episodes_of_later_steps(play, monkeypat
     monkeypatch.setattr(metrics, "KL_LIMIT", 0)
     cancelled = []
 
-    async def episode(world, policy, options, seed, *more):
-        if seed // 100_003 < 4:
-            return await waiting_reply(world, policy, options, seed, *more)
+    async def episode(world, *more):
+        if world.seed // 100_003 < 4:
+            return await waiting_reply(world, *more)
         try:
             await asyncio.sleep(600)
         finally:
-            cancelled.append(seed)
+            cancelled.append(world.seed)
 
     rows = play(episode=episode, steps=9, ahead=2, concurrency=32)
     assert len(rows) == 4
@@ -90,10 +90,10 @@ def test_a_step_is_recorded_while_the_next_one_is_sampled(play, monkeypatch):
     """And before the next update, which changes the weights; an error of writing ends the run."""
     begun, write_step, are_equal = threading.Event(), checkpoint.write_step, []
 
-    async def episode(world, policy, options, seed, *more):
-        if seed >= 100_003:
+    async def episode(world, *more):
+        if world.seed >= 100_003:
             begun.set()
-        return await waiting_reply(world, policy, options, seed, *more)
+        return await waiting_reply(world, *more)
 
     def slow_write(policy, optimizer, job, row, groups):
         before = weights_of(policy)
@@ -150,14 +150,14 @@ def test_ctrl_c_in_a_phase_and_the_same_command_again(play, monkeypatch, recwarn
 def test_a_failed_later_step_ends_the_run_and_all_episodes(play):
     begun, ended = [], []
 
-    async def episode(world, policy, options, seed, *more):
-        begun.append(seed)
+    async def episode(world, *more):
+        begun.append(world.seed)
         try:
-            if seed // 100_003 == 3:  # its groups begin when step 0 is made
+            if world.seed // 100_003 == 3:  # its groups begin when step 0 is made
                 raise ZeroDivisionError
-            return await waiting_reply(world, policy, options, seed, *more)
+            return await waiting_reply(world, *more)
         finally:
-            ended.append(seed)
+            ended.append(world.seed)
 
     with pytest.raises(ZeroDivisionError):
         play(episode=episode, steps=6, ahead=2)

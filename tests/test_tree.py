@@ -16,10 +16,9 @@ from types import SimpleNamespace
 import pytest
 
 import search
-from flatlab.task.value import improvement
 from flatlab.tree import requests, rules
 from flatlab.tree.nodes import Choice, Node, Tree, code_in
-from helpers import search_config, user_error
+from helpers import graded, search_config, user_error
 from tasks import load_task
 
 TASK = replace(load_task("titanic", "", ""), baseline=0.0, reference=1.0)
@@ -42,10 +41,10 @@ def put(t, parent, score, **more):
 def end(t, node, score, status="validated", kept=True):
     node.status = status
     node.kept = kept and status != "fault"
-    if score is not None:
-        node.score = score if t.task.higher_is_better else -score
-        node.improvement = improvement(node.score, t.task)
-        node.valid = True
+    if score is not None and not t.task.higher_is_better:
+        score = -score
+    node.judge(t.task, graded(score))
+    node.ended = True
     t.finished.append(node)
     return node
 
@@ -231,10 +230,9 @@ def test_puct_by_hand():
 
 def test_the_children_of_a_group_are_one_expansion():
     t = make("puct")
-    for group in ("0.0", "0.0", "0.1"):
-        node = search.start(t, Choice("0", notes={"group": group}))
-        end(t, node, 0.5)
-    search.start(t, Choice("0.0", notes={"group": "1.0"}))
+    for parent, group in (("0", 0), ("0", 0), ("0", 2), ("0.0", 3)):
+        node = put(t, parent, 0.5)
+        node.group = group
     counts = rules.expansions(t)
     assert [counts[id] for id in t.nodes] == [3, 1, 0, 0, 0]
 
@@ -389,7 +387,7 @@ def test_code_is_what_the_node_wrote_or_changed_in_the_workspace(tmp_path):
 def test_the_name_of_a_file_is_short_however_deep_its_node_lies():
     t = make("linear")
     t.run.dir = Path("run")
-    assert len(t.tar_of(Node("0" + ".0" * 200, order=200)).name) < 20
+    assert len(t.tar_of(Node("", 0, "0" + ".0" * 200, order=200)).name) < 20
 
 
 # ------------------------------------------------------------------ replies

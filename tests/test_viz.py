@@ -22,15 +22,19 @@ import pytest
 import viz
 from competition import write
 from flatlab.runs import store, trackers
-from flatlab.tree.nodes import COLUMNS
-from flatlab.view import columns, compare, console, episodes, page, plots, reader, results
+from flatlab.train import checkpoint, metrics
+from flatlab.train.batch import Group
+from flatlab.view import columns, compare, console, page, plots, reader, results
+from flatlab.world.episode import Episode
 from helpers import (
     CONFIG,
     MADE_BY,
     PROJECT,
     RESULT,
+    SCALE,
     code_of,
     episode,
+    graded,
     node,
     python,
     search_result,
@@ -46,23 +50,106 @@ pytestmark = [
 ]
 
 
-# ------------------------------------------------------------------ views
+# ------------------------------------------------------------------ runs
 
-
-TRAINING = RESULT | {"kind": "training", "task": "titanic", "status": "running"}
+TRAINING = RESULT | {"status": "running"}
 ROWS = [step_row(step, entropy=1.0, kl=0.01, logprob_diff_max=1e-6) for step in range(6)]
 
 
-def stored(folder, result=TRAINING, rows=ROWS, episodes=(), file="metrics.jsonl", **config):
-    """A run with these rows, and with episodes by the names of their files."""
+def stored(folder, groups=(), attempts=(), result=(), rows=ROWS, **config):
+    """A run with these rows of steps. groups: of a training, by the name of their step or
+    evaluation. attempts: nodes, or episodes of an evaluation.
+    """
     run = store.open_run(folder, CONFIG | config, MADE_BY)
-    run.update_result(**TRAINING | result)
+    run.update_result(**TRAINING | dict(result))
     for row in rows:
-        run.log(row, file)
-    for name, played in dict(episodes).items():
-        run.save_episodes(name, played)
+        run.log(row)
+    for when, played in dict(groups).items():
+        checkpoint.save_groups(run, f"{when}", played)
+    for attempt in attempts:
+        run.save_episodes(attempt.when, [attempt])
     run.lock.close()
     return reader.read_run(folder)
+
+
+def group(*scores, number=0):
+    """A group of finished Episodes, or of episodes with these scores."""
+    played = enumerate(scores)
+    episodes = [s if isinstance(s, Episode) else episode(s, seed=i) for i, s in played]
+    return Group(number, SCALE, episodes)
+
+
+def trained(folder, scores=(0.5, 0.7, 0.9), seed=0, result=(), **config):
+    """A finished training run whose best adapter has these scores at the end; the untrained one has
+    those of the baseline.
+    """
+    untrained, best = [group(*[0.6] * len(scores))], [group(*scores)]
+    played = dict.fromkeys(("untrained", "last"), (untrained, "final-untrained"))
+    played["best"] = best, "final-best"
+    before = metrics.evaluation(metrics.rows_of(untrained), [SCALE])
+    final = metrics.comparison(played, [SCALE], dict.fromkeys(played, 1)) | {"n": len(scores)}
+    steps = [step_row(step, faults=1, eval_value_mean=0.6) for step in range(2)]
+    result = {"before": before, "final": final} | dict(result)
+    return stored(folder, {"final-best": best}, (), result, steps, seed=seed, **config)
+
+
+def search_run(folder, nodes, seed=1, **result):
+    for order, each in enumerate(nodes):
+        each.order, each.when = order, f"{order}"
+    result = search_result(nodes, **result)
+    return stored(folder, (), nodes, result, (), sampling_mode="tail", seed=seed)
+
+
+def searched(folder, seed=1):
+    nodes = [
+        node("0.0", 0.4, kept=True, code={"solve.py": "old\n"}),
+        node("0.1", None),
+        node("0.0.0", 0.3, "improve", code={"solve.py": "old\nnew\n"}),
+        node("0.0.1", 0.45, "improve"),
+    ]
+    scale = {"metric": "loss", "higher_is_better": False, "reference": 0.4}
+    for each in nodes:
+        each.judge(SimpleNamespace(**RESULT | scale), graded(each.score))
+    return search_run(folder, nodes, seed, **scale)
+
+
+def evaluated(folder, scores, tests=None, **result):
+    """A running evaluation; its third episode is a fault. tests: scores on the test part."""
+    attempts = []
+    for seed, score in enumerate(scores):
+        played = episode(score, status="fault" if seed == 2 else "submit", seed=seed)
+        played.id = played.when = f"{2 * seed}"  # some have not ended yet
+        if tests:
+            played.judge(SCALE, graded(score), graded(tests[seed]))
+        attempts.append(played)
+    result = {"kind": "evaluation", "metric": "loss"} | result
+    return stored(folder, (), attempts, result, ())
+
+
+def with_episodes(tmp_path):
+    best = episode(0.9, "\ud800 best reply", observation="\x1b[31m\x07 \u202e", system="Be brief.")
+    for each in best.turns:
+        each["note"] = "2 turns left"
+    evaluation = [group(None, episode(0.95, "a final reply"))]
+    groups = {"before": evaluation, 0: [group(0.7, None)]}
+    groups[1] = [group(0.6, best, episode(None, status="fault"))]
+    groups |= dict.fromkeys(("eval-9", "final-best"), evaluation)
+    return stored(tmp_path / "run", groups)
+
+
+def learned(tmp_path):
+    """A run with three groups in step 1: trained, of equal rewards, and without stored advantages;
+    of the first the last reply of an episode carried no loss.
+    """
+    scores = (0.9, 0.5, None), (0.7, 0.7), (0.6, 0.8)
+    groups = [group(*own, number=number) for number, own in enumerate(scores)]
+    for played, own in zip(groups[0].episodes, ((1.2, None), (-0.4, -0.4), (-0.8, -0.8))):
+        for each, advantage in zip(played.turns, own):
+            each["advantage"] = advantage
+    return stored(tmp_path / "run", {0: [group(0.7)], 1: groups})
+
+
+# ------------------------------------------------------------------ runs with nothing to show
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
@@ -86,9 +173,11 @@ def test_plot_is_not_redrawn_all_the_time(tmp_path, monkeypatch):
 STEP = {"config.yaml": "a: 1", "metrics.jsonl": '{"step": 0}\n'}
 
 
-def kind(name):
-    own = dict.fromkeys(reader.NEEDED_OF.get(name, ()))
-    return {"result.json": json.dumps(TRAINING | own | {"kind": name})}
+NEEDED = reader.NEEDED.union(*reader.NEEDED_OF.values())
+
+
+def kind(name, keys=NEEDED):
+    return {"result.json": json.dumps(dict.fromkeys(keys) | {"kind": name})}
 
 
 BROKEN = {
@@ -98,9 +187,13 @@ BROKEN = {
     "Cannot read .*result.json": STEP,
     "result.json is damaged": STEP | {"result.json": "{"},
     "by another version: its result.json has no baseline": STEP | {"result.json": "{}"},
+    "its result.json has no best_id": STEP | kind("search", reader.NEEDED),
+    "of a kind that viz.py does not know: temperatures": STEP | kind("temperatures"),
+    "by a version before 2026-11-28": STEP | kind("search") | {"journal.jsonl": "{}\n"},
     "no finished step": kind("training") | {"config.yaml": "a: 1", "metrics.jsonl": '{"step": 0'},
     "no finished node": STEP | kind("search"),
-    "line 2 is not": STEP | kind("search") | {"journal.jsonl": "{}\n[1]\n"},
+    "line 2 is not": STEP | kind("search") | {"episodes.jsonl": "{}\n[1]\n"},
+    "has no 'advantage'": STEP | kind("search") | {"episodes.jsonl": "{}\n"},
     "no finished episode": STEP | kind("evaluation"),
 }
 
@@ -143,7 +236,7 @@ PHASES = {  # of a start -> beginnings of lines after which Ctrl-C arrives
 def test_viz_says_how_a_script_was_interrupted(tmp_path, tiny_model, monkeypatch, phase):
     """All scripts at once, because most of a start waits for imports."""
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
-    made = stored(tmp_path / "logs/made", episodes={0: [episode(0.7)]})
+    made = stored(tmp_path / "logs/made", {0: [group(0.7)]})
     names = {"grpo.py": "", "search.py": "", "evaluate.py": "", "sft.py": f"--runs {made.dir}"}
 
     def interrupted(script):
@@ -167,25 +260,6 @@ def test_viz_says_how_a_script_was_interrupted(tmp_path, tiny_model, monkeypatch
             assert status == "interrupted"
         with user_error(sentence):
             reader.read_run(path)
-
-
-def test_runs_of_other_scripts_are_one_sentence_beside_those_that_are_shown(tmp_path):
-    stored(tmp_path / "good")
-    for name, fields, files in (
-        ("other", {"kind": "temperatures"}, {}),
-        ("rows", {"kind": "evaluation", "split": "test"}, {"0": [{"task": "titanic"}]}),
-        ("tree", {"kind": "search"}, {"0": [{"task": "titanic"}]}),
-    ):
-        run = store.open_run(tmp_path / name, CONFIG, MADE_BY)
-        run.update_result(**TRAINING | fields)
-        for file, rows in files.items():
-            run.save_episodes(int(file), rows)
-    runs, errors = reader.find_runs([tmp_path])
-    assert [run.name for run in runs] == ["good"]
-    kind, rows, search = errors
-    assert "its result.json has no best_id" in search
-    assert kind.endswith("other is of a kind that viz.py does not know: temperatures.")
-    assert rows.endswith("rows cannot be shown: one of its rows has no 'score'.")
 
 
 def test_the_eta_counts_the_evaluations_that_are_left(tmp_path, capsys, monkeypatch):
@@ -252,53 +326,13 @@ ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
 def test_a_locale_without_utf_8(tmp_path):
-    run = stored(tmp_path / "run", episodes={0: [episode(0.7, "± né")]})
+    run = stored(tmp_path / "run", {0: [group(episode(0.7, "± né"))]})
     done = python("viz.py", run.dir, env=os.environ | ASCII)
     assert (done.returncode, done.stderr) == (0, "")
     assert "± né" in (run.dir / "report.html").read_text("utf-8")
-    done = python("viz.py", run.dir, "--episode", "0", env=os.environ | ASCII)
+    done = python("viz.py", run.dir, "--episode", "0/0", env=os.environ | ASCII)
     assert (done.returncode, done.stderr) == (0, "")
     assert "? n?" in done.stdout
-
-
-# --------------------------------------------- terminal views and other kinds of runs
-
-
-def with_episodes(tmp_path):
-    best = episode(0.9, "\ud800 best reply", observation="\x1b[31m\x07 \u202e")
-    best["system"] = "Be brief."
-    best["turns"] = [turn | {"note": "2 turns left"} for turn in best["turns"]]
-    evaluation = [episode(None), episode(0.95, "a final reply")]
-    files = dict.fromkeys(("final-best", "eval-000009", "before"), evaluation)
-    files[0] = [episode(0.7), episode(None)]
-    files[1] = [episode(0.6), best, episode(None, status="fault")]
-    return stored(tmp_path / "run", episodes=files)
-
-
-LOSSES = [
-    node("0.0", 0.4, improvement=-0.4, kept=True, code={"solve.py": "old\n"}),
-    node("0.1", None),
-    node("0.0.0", 0.3, "improve", improvement=-0.3, code={"solve.py": "old\nnew\n"}),
-    node("0.0.1", 0.45, "improve", improvement=-0.45),
-]
-
-
-def search_run(folder, nodes, seed=1, turns=None, **result):
-    """turns: of each node; default: one that names the node."""
-    rows, files = [], {}
-    for order, row in enumerate(nodes):
-        rows.append({key: row[key] for key in COLUMNS if key != "diff"} | {"order": order})
-        read = {"system": "Be brief.", "prompt": f"first message of {row['id']}"}
-        read["turns"] = turns or [turn(observation=f"output of {row['id']}")]
-        files[order] = [read]
-    result = search_result(nodes, **result) | {"kind": "search"}
-    config = {"sampling_mode": "tail", "seed": seed}
-    return stored(folder, result, rows, files, "journal.jsonl", **config)
-
-
-def searched(folder, seed=1):
-    scale = {"metric": "loss", "higher_is_better": False, "value": 1.5}
-    return search_run(folder, LOSSES, seed, **scale)
 
 
 def printed(capsys, *arguments, **options):
@@ -306,29 +340,16 @@ def printed(capsys, *arguments, **options):
     return capsys.readouterr().out
 
 
-def learned(tmp_path):
-    """A run with three groups in step 1: trained, of equal rewards, and without stored advantages;
-    of the first the last reply of an episode carried no loss.
-    """
-    scores = {0: (0.9, 0.5, None), 1: (0.7, 0.7), 2: (0.6, 0.8)}
-    played = [episode(x) | {"group": group} for group in scores for x in scores[group]]
-    for made, own in zip(played, ((1.2, None), (-0.4, -0.4), (-0.8, -0.8))):
-        made["turns"] = [turn | {"advantage": a} for turn, a in zip(made["turns"], own)]
-    return stored(tmp_path / "run", episodes={0: [episode(0.7)], 1: played})
-
-
 def test_what_a_step_was_learned_from_in_the_terminal(tmp_path, capsys):
     text = printed(capsys, learned(tmp_path).dir, step=1)
     assert re.findall("^step.*", text, re.M) == [
-        "step 1, group 0: titanic, rewards -1.000 to +0.900, 3 of 3 trained",
-        "step 1, group 1: titanic, rewards +0.700 to +0.700, equal rewards, none trained",
-        "step 1, group 2: titanic, rewards +0.600 to +0.800, no advantages stored",
+        "step 1, group 0: titanic, rewards -1.000 to +1.333, 3 of 3 trained",
+        "step 1, group 1: titanic, rewards +0.500 to +0.500, equal rewards, none trained",
+        "step 1, group 2: titanic, rewards +0.000 to +1.000",
     ]
     first, second = re.findall("^ *1/[01] .*", text, re.M)
-    assert first.split() == "1/0 0.9000 submit +0.900 +1.200 1 of 2 2 0 9 1.5 titanic".split()
+    assert first.split() == "1/0 0.9000 submit +1.333 +1.200 1 of 2 2 0 9 1.5 titanic".split()
     assert "-0.400  2 of 2" in second
-    rows = [{"task": "titanic", "reward": reward} for reward in (0, 1)]  # as in a journal
-    assert episodes.learned(rows) == "titanic, rewards +0.000 to +1.000"
 
 
 def test_transcripts_of_training_in_the_terminal(tmp_path, capsys):
@@ -340,7 +361,7 @@ def test_transcripts_of_training_in_the_terminal(tmp_path, capsys):
         assert part in text
     assert not set("\x1b\x07\u202e") & set(text)
     listed = re.findall(r"^ *(\S+/\d) ", printed(capsys, directory, list=True), re.M)
-    ids = "0/0 0/1 1/0 1/1 1/2 before/0 before/1 eval-9/0 eval-9/1 final-best/0 final-best/1"
+    ids = "before/0 before/1 0/0 0/1 1/0 1/1 1/2 eval-9/0 eval-9/1 final-best/0 final-best/1"
     assert listed == ids.split()
     assert "a final reply" in printed(capsys, directory, episode="final-best/1")
     assert printed(capsys, directory, best=True).startswith("1/1  0.9")  # of training alone
@@ -358,12 +379,12 @@ def test_nodes_of_a_search_in_the_terminal(tmp_path, capsys):
     with user_error("no transcripts of step"):
         printed(capsys, directory, step=0)
     other = searched(tmp_path / "other").dir
-    shutil.rmtree(other / "episodes")  # so it has no such transcript
+    shutil.rmtree(other / "transcripts")  # so it has no such transcript
     text = printed(capsys, directory, other, episode="0.0.0")
     assert "output of 0.0.0" in text
     assert "\n old\n+new\n" in text
     assert printed(capsys, directory, best=True).startswith("0.0.0  0.3")
-    best = "Best node (0.0.0): value +1.5000, loss 0.3000, on the validation part"
+    best = "Best node (0.0.0): value +1.3333, loss 0.3000, on the validation part"
     assert best in printed(capsys, directory)
     assert {p.name for p in directory.glob("*.png")} == {"tree.png", "curves.png"}
 
@@ -373,7 +394,9 @@ def test_a_folder_stands_for_the_runs_in_it_at_any_depth(tmp_path):
     (tmp_path / "notes/more").mkdir(parents=True)
     searched(tmp_path / "notes/b", seed=2)
     write(tmp_path, {"file.txt": "x", "a/wandb/files/config.yaml": "seed: 1"})  # W&B's own
-    assert [run.name for run in reader.find_runs([tmp_path])[0]] == ["a", "b"]
+    write(tmp_path / "broken", STEP | kind("other"))
+    runs, [error] = reader.find_runs([tmp_path])
+    assert [run.name for run in runs] == ["a", "b"] and "viz.py does not know: other" in error
     paths = [tmp_path / name for name in ("a", "file.txt", "notes/more")]
     runs, [error] = reader.find_runs(paths)
     assert [run.name for run in runs] == ["a"]
@@ -385,9 +408,10 @@ def test_the_recipe_of_the_docs_makes_conversations_of_episodes():
     recipe = code_of("docs/runs.md", "python", "from datasets")
     names = {}
     exec(recipe.split("\n\n\n")[1], names)
-    row = episode(0.7, "good") | {"system": "Be brief."}
-    row["turns"] = [turn | {"note": "2 turns left"} for turn in row["turns"]]
-    made = names["conversation"](row)
+    played = episode(0.7, "good", system="Be brief.")
+    for each in played.turns:
+        each["note"] = "2 turns left"
+    made = names["conversation"](played.transcript())
     contents = [message["content"] for message in made["messages"]]
     read = "seen hello\n2 turns left"
     assert contents == ["Be brief.", "Predict who survived.", "good", read, "good"]
@@ -441,8 +465,8 @@ def test_two_searches_are_two_runs_at_wandb_and_a_resumed_one_is_not(tmp_path):
 
 
 def test_the_best_episode_of_several_tasks_is_that_of_the_largest_improvement(tmp_path):
-    played = [episode(0.791) | {"improvement": 1.0}, episode(0.8) | {"improvement": 0.1}]
-    assert viz.best_of(stored(tmp_path, episodes={0: played}))["improvement"] == 1.0
+    played = group(episode(0.791, improvement=1.0), episode(0.8, improvement=0.1))
+    assert viz.best_of(stored(tmp_path, {0: [played]}))["improvement"] == 1.0
 
 
 # ------------------------------------------------------------------ tables and curves
@@ -451,18 +475,6 @@ def test_the_best_episode_of_several_tasks_is_that_of_the_largest_improvement(tm
 def said(run):
     """The outcome of a run, as at its end on a terminal."""
     return " ".join(results.outcome(run))
-
-
-def trained(folder, scores=(0.5, 0.7, 0.9), seed=0, result=(), **config):
-    """A finished training run whose best adapter has these scores at the end."""
-    before = {"value_mean": 0.4, "value_stderr": 0.1, "valid_share": 0.8}
-    best = {"file": "episodes/final-best.jsonl", "value_mean": 0.6, "value_stderr": 0.1, "step": 1}
-    final = {"untrained": before, "last": before, "best": best | {"valid_share": 0.75}, "n": 8}
-    final |= {"split": "validation", "best_is_untrained": False}
-    steps = [step_row(step, faults=1, eval_value_mean=0.6) for step in range(2)]
-    played = [episode(s) | {"seed": i} for i, s in enumerate(scores)]
-    result = {"before": before, "final": final} | dict(result)
-    return stored(folder, result, steps, {"final-best": played}, seed=seed, **config)
 
 
 def rows(*runs):
@@ -548,9 +560,8 @@ def test_one_table_for_a_task_whatever_differs(tmp_path):
         "other": "prompts=my.yaml@other",
         "edited": "prompts=agent.yaml@edited",
     }
-    runs[2].result["final"]["best"] |= {"difference": 0.25, "difference_stderr": 0.05}
-    assert [row["gain over untrained"] for row in rows(runs[2])] == ["+0.2500 ± 0.0500"]
-    assert "gain over" not in columns.aligned(rows(runs[0]))
+    assert [row["gain over untrained"] for row in rows(runs[2])] == ["+0.4444 ± 0.5300"]
+    assert "95 %" not in columns.aligned(rows(runs[2]))
     assert [path.name for path in page.draw(runs, tmp_path)] == ["compare-training-titanic.png"]
 
 
@@ -561,10 +572,8 @@ def test_a_run_that_is_not_finished_shows_its_last_steps(tmp_path):
 
 
 def test_why_no_node_is_valid(tmp_path):
-    rejected = turn(status="rejected", observation="Nothing was run. There is no ```bash block.")
-    run = search_run(tmp_path, [node("0.0", None)] * 2, turns=[rejected, turn()])
-    why = "2 x turn limit; 1 of 2 replies: Nothing was run. There is no ```bash block"
-    assert results.why_none(run) == why
+    run = search_run(tmp_path, [node(f"0.{number}", None) for number in range(2)])
+    assert said(run).startswith("No valid node: 2 x turn limit; 2 x KeyError: 'missing'. 2 of 2")
 
 
 def test_an_adapter_that_lost_half_of_its_valid_submissions_is_marked(tmp_path):
@@ -576,29 +585,7 @@ def test_an_adapter_that_lost_half_of_its_valid_submissions_is_marked(tmp_path):
         line for line in results.final_table(run.result).splitlines() if "!" in line
     ]
     assert marked.startswith("last (step 9) !  -0.8000 ± 0.1000    30%")
-    assert sentence == "! last: the share of valid submissions fell from 80% to 30%."
-
-
-def test_several_tasks_have_a_common_value_and_no_score(tmp_path):
-    scale = {"task": "titanic digits", "metric": "value", "baseline": 0.0, "reference": 1.0}
-    run = trained(tmp_path / "a", scores=(1.6, None), result=scale)
-    [row] = rows(run)
-    assert (row["value"], row["score"]) == ("+0.4000 ± 1.4000", "-")
-    assert compare.table([run]).startswith("titanic digits, training: 1 run of one")
-    [path] = page.draw([run, run], tmp_path)
-    assert path.name == "compare-training-titanic+digits.png"
-
-
-def evaluated(folder, values, tests=None, **result):
-    """A running evaluation; its third episode is a fault. tests: scores on the test part."""
-    files = {}
-    for seed, value in enumerate(values):
-        row = episode(value, status="fault" if seed == 2 else "submit") | {"seed": seed}
-        if tests:
-            test = episode(tests[seed])
-            row |= {"test_score": test["score"], "test_improvement": test["improvement"]}
-        files[2 * seed] = [row]  # some have not ended yet
-    return stored(folder, {"kind": "evaluation", "metric": "loss"} | result, (), files)
+    assert sentence == "! last: the share of valid submissions fell from 100% to 30%."
 
 
 def test_an_evaluation_is_the_mean_over_all_episodes_on_the_test_part_if_it_was_scored(tmp_path):
@@ -617,21 +604,26 @@ def test_an_evaluation_is_the_mean_over_all_episodes_on_the_test_part_if_it_was_
     assert path.name == "curves.png"
 
 
-def test_an_evaluation_of_several_tasks_has_a_line_for_each(tmp_path):
+def test_several_tasks_have_a_common_value_and_no_score_and_a_line_each(tmp_path):
     facts = {"value_mean": 0.5, "value_stderr": 0.1, "valid_share": 1.0}
     facts |= {f"digits.{key}": 0.25 for key in facts}
-    run = evaluated(tmp_path, (0.8,), task="titanic digits", **facts)
+    run = evaluated(tmp_path, (1.6, None), task="titanic digits", **facts)
+    [row] = rows(run)
+    assert (row["value"], row["score"]) == ("+0.4000 ± 1.4000", "-")
+    assert ", score" not in said(run)
+    assert compare.table([run]).startswith("titanic digits, evaluation: 1 run of one")
     lines = results.final_table(run.result).splitlines()
     assert [line.split() for line in lines[1:]] == [
         ["all", "+0.5000", "±", "0.1000", "100%"],
         ["digits", "+0.2500", "±", "0.2500", "25%"],
     ]
-    assert ", score" not in said(run)
+    [path] = page.draw([run, run], tmp_path)
+    assert path.name == "compare-evaluation-titanic+digits.png"
 
 
 def test_an_imitation_has_a_loss_and_no_value(tmp_path):
     steps = [{"step": step, "loss": 0.5 - 0.1 * step, "time": 1.8e9} for step in range(2)]
-    run = stored(tmp_path, {"kind": "imitation", "episodes": 12}, steps)
+    run = stored(tmp_path, result={"kind": "imitation", "episodes": 12}, rows=steps)
     assert said(run) == "Imitation of 12 episodes: last loss 0.4000. Status: running."
     assert "An imitation has no value" in compare.table([run])
     assert "loss" in viz.summary(run)
@@ -701,7 +693,7 @@ def test_the_curve_of_evaluations_begins_before_training(tmp_path):
     value, *others = plots.draw_panels([group_of(run)]).axes
     assert {axis.get_xlim() for axis in others} == {value.get_xlim()}
     points = [line.get_xydata().tolist() for line in value.lines]
-    assert [[0, 0.4], [1, 0.6], [2, 0.6]] in points
+    assert [[0, 0], [1, 0.6], [2, 0.6]] in points
 
 
 def test_the_legend_covers_no_data_and_names_the_untrained_and_the_final_value(tmp_path):
@@ -712,7 +704,7 @@ def test_the_legend_covers_no_data_and_names_the_untrained_and_the_final_value(t
     axis = figure.axes[0]
     legend = axis.get_legend()
     names = ["value", "value, evaluations, N = 64", "before training"]
-    names += ["best adapter, test part, N = 8"]
+    names += ["best adapter, test part, N = 3"]
     assert names_in(legend) == names
     assert legend.get_window_extent().y0 >= axis.get_window_extent().y1
     assert [2, 0.3] in [line.get_xydata().ravel().tolist() for line in axis.lines]
@@ -733,12 +725,10 @@ def test_best_so_far_begins_with_the_first_valid_node_and_failures_count_in_a_me
     run = searched(tmp_path / "a")
     [axis] = plots.draw_panels([group_of(run)]).axes
     first, *best = y_of(axis, "steps-post")
-    assert math.isnan(first) and best == [-0.4, -0.4, -0.3, -0.3]
+    assert math.isnan(first) and best == pytest.approx([1, 1, 4 / 3, 4 / 3])
     assert "x: failed" in axis.get_xlabel()
     mean = plots.draw_panels([group_of(run, run)]).axes[0]
     assert y_of(mean, "steps-post")[0] == -1  # no valid node yet
-    run.rows[0] = reader.with_outcome(run.rows[0] | {"status": "fault"})
-    assert [row["value"] for row in run.rows] == [None, -1, -0.3, -0.45]
 
 
 def test_the_episodes_of_an_evaluation_are_a_strip_for_each_task_with_their_failures(tmp_path):
@@ -786,10 +776,13 @@ def test_what_the_numbers_do_not_say_is_a_sentence(tmp_path):
     run.result["selected_on_test"] = True
     run.rows[0]["alarms"] = ["The loss is not finite."]
     run.result["degenerate"] = "titanic: women survive"
+    run.result["hidden_scores"] = {"0.0": {"selection": {}, "test": {}}, "0.1": {"selection": {}}}
     optimistic, degenerate, alarm = results.notes([run])
     assert degenerate == "a: a score says little: titanic: women survive."
     assert "its score is optimistic" in optimistic
     assert "a: the last alarms: The loss" in alarm
+    run.result["hidden_scores"]["0.1"]["test"] = {}
+    assert "with more --nodes has read the test part 2 times" in " ".join(results.notes([run]))
 
 
 def test_a_search_that_learns_shows_its_rounds_and_their_alarms(tmp_path):
@@ -861,24 +854,25 @@ def written(tmp_path, *runs):
 
 def test_the_page_of_a_long_training_shows_a_sample_and_says_so(tmp_path):
     """The last steps and the evaluations are always there; earlier steps are listed."""
-    files = dict.fromkeys([*range(40), "eval-000009"], [episode(0.7)])
-    html = written(tmp_path, stored(tmp_path / "run", episodes=files)).read_text()
-    assert "31 episodes are listed here, from 31 of 41 files, 4 of them with" in html
+    groups = dict.fromkeys([*range(40), "eval-9"], [group(0.7)])
+    html = written(tmp_path, stored(tmp_path / "run", groups)).read_text()
+    assert "31 of 41 episodes are listed here, 4 of them with" in html
     assert html.count('<img alt="training, run: value; value, evaluations; reward') == 1
     listed = re.findall('" id="([^"]+)"', html)
-    assert listed == [*(str(step) for step in range(39, 9, -1)), "eval-9"]
+    assert listed == [*(f"{step}/0" for step in range(39, 9, -1)), "eval-9/0"]
     assert html.count("transcript is not on the page") == 27
 
 
 def test_the_best_episode_of_a_training_has_its_transcript_on_the_page(tmp_path):
     """It is the one of viz.py --best: an evaluation plays other seeds."""
-    files = dict.fromkeys(range(9), [episode(0.7)])
-    files |= {2: [episode(0.9)], "eval-000008": [episode(0.95)]}
-    run = stored(tmp_path / "run", episodes=files)
+    groups = dict.fromkeys(range(9), [group(0.7)])
+    groups |= {2: [group(0.9)], "eval-8": [group(0.95)]}
+    run = stored(tmp_path / "run", groups)
     listed = written(tmp_path, run).read_text().split('<details class="episode')[1:]
     whole = [text for text in listed if "is not on the page" not in text]
-    assert [re.search(' id="([^"]+)"', text)[1] for text in whole] == ["8", "7", "6", "2", "eval-8"]
-    assert viz.best_of(reader.read_run(run.dir))["id"] == "2"
+    ids = [re.search(' id="([^"]+)"', text)[1] for text in whole]
+    assert ids == ["8/0", "7/0", "6/0", "2/0", "eval-8/0"]
+    assert viz.best_of(reader.read_run(run.dir))["id"] == "2/0"
 
 
 def test_the_page_of_a_large_search_lists_all_nodes_and_has_the_best_transcripts(
@@ -888,7 +882,7 @@ def test_the_page_of_a_large_search_lists_all_nodes_and_has_the_best_transcripts
     scores = {"0.0": 0.6, "0.1": 0.7, "0.2": None, "0.3": 0.65, "0.0.4": 0.9}
     nodes = [node(id, score) for id, score in scores.items()]
     html = written(tmp_path, search_run(tmp_path / "run", nodes)).read_text()
-    assert "5 nodes are listed here, 3 of them with their transcripts" in html
+    assert "5 of 5 nodes are listed here, 3 of them with their transcripts" in html
     listed = html.split('<details class="episode')[1:]
     missing = ["is not on the page" in text for text in listed]
     assert missing == [False, True, True, False, False]  # 0.0 is on the path to the best
@@ -939,7 +933,7 @@ def test_click_search_filter_sort_and_compare_nodes(tmp_path):
     assert seen["clicked"]
     for text in ("Be brief.", "first message of 0.0.0", "output of 0.0.0", "+needle", "bound"):
         assert text in seen["detail"]
-    assert re.findall("output of (.*)", seen["pair"]) == ["0.1", "0.0"]  # two at most
+    assert re.findall("message of (.*)", seen["pair"]) == ["0.1", "0.0"]  # two at most
     assert (seen["found"], seen["failed"]) == (["0.0.0"], ["0.1"])
     assert sorted(seen["validated"]) == ["0.0", "0.0.0", "0.0.1"]
     assert seen["sorted"] == ["0.0.0", "0.0", "0.0.1", "0.1"]
@@ -963,12 +957,12 @@ def test_groups_on_the_page_are_sorted_and_their_best_is_beside_their_worst(tmp_
     """
     seen, messages = browse(written(tmp_path, learned(tmp_path)), script)
     assert messages == []
-    assert seen["first"] == ["1/0", "1/1", "1/2", "1/3", "1/4", "1/5", "1/6", "0"]
-    assert seen["reward"] == ["1/0", "1/1", "1/2", "1/6", "1/5", "1/3", "1/4", "0"]
+    assert seen["first"] == ["1/0", "1/1", "1/2", "1/3", "1/4", "1/5", "1/6", "0/0"]
+    assert seen["reward"] == ["1/0", "1/1", "1/2", "1/6", "1/5", "1/3", "1/4", "0/0"]
     assert seen["advantage"][:3] == ["1/0", "1/1", "1/2"]
     assert seen["quiet"] == 2
     best, worst = seen["pair"]
-    assert "+0.900" in best and "advantage +1.200" in best and "not trained" in best
+    assert "+1.333" in best and "advantage +1.200" in best and "not trained" in best
     assert "-1.000" in worst and "not trained" not in worst
 
 
@@ -1036,11 +1030,10 @@ def test_hostile_text_stays_text(tmp_path):
     """And if there were a hole, the page's policy would run no script but its own, and request
     nothing.
     """
-    bad = node("0.0", 0.7) | dict.fromkeys("op sampling_mode idea error status".split(), HOSTILE)
-    bad["code"] = {HOSTILE: HOSTILE}
-    bad["decision"] = {"reason": HOSTILE}
-    turns = [turn(HOSTILE, HOSTILE, HOSTILE, action=HOSTILE)]
-    run = search_run(tmp_path / "run", [bad], turns=turns, metric=HOSTILE)
+    texts = dict.fromkeys("sampling_mode idea error status".split(), HOSTILE)
+    texts["turns"] = [turn(HOSTILE, HOSTILE, HOSTILE, action=HOSTILE)]
+    texts |= {"code": {HOSTILE: HOSTILE}, "decision": {"reason": HOSTILE}}
+    run = search_run(tmp_path / "run", [node("0.0", 0.7, HOSTILE, **texts)], metric=HOSTILE)
     hole = '<img src=http://127.0.0.1:9/x onerror="document.title=1">'
     hole += '<svg onload="document.title=1"></svg>'
     script = f"""

@@ -10,12 +10,11 @@ from pathlib import Path
 import torch
 
 import grpo
-from flatlab.files import read_mapping, read_rows
-from flatlab.runs.store import packed_tokens
+from flatlab.files import read_mapping
 from flatlab.task.grading import Score
 from flatlab.train.batch import Group
-from flatlab.world.episode import Episode
-from helpers import configure, turn
+from flatlab.world.episode import Episode, packed_tokens
+from helpers import attempts_of, configure, turn
 from tasks import load_task
 
 TASK = load_task("titanic", "", "")
@@ -67,7 +66,7 @@ def result_of(name="a"):
 
 
 def episodes_of(steps, name="a"):
-    return [read_rows(f"logs/{name}/episodes/{step:06d}.jsonl") for step in range(steps)]
+    return [attempts_of(f"logs/{name}", f"{step}") for step in range(steps)]
 
 
 def versions_of(episodes):
@@ -82,39 +81,45 @@ def scored_group(task, *scores):
     """A group of episodes with these scores, None: nothing valid."""
     episodes = []
     for i, value in enumerate(scores):
-        score = replace(valid(value, task), valid=value is not None)
-        episodes.append(Episode(task.name, i, score=score, status="submit"))
-    return Group(0, task, episodes, [])
+        episode = Episode(task.name, i, status="submit")
+        episode.judge(task, replace(valid(value, task), valid=value is not None))
+        episode.reward = grpo.reward_of(episode, CFG)
+        episodes.append(episode)
+    return Group(0, task, episodes)
 
 
 async def one_reply(
-    world, policy, options, seed, score_test=False, loop=None, *, faulty=None, score=None
+    world, policy, options, episode=None, score_test=False, loop=None, *, faulty=None, score=None
 ):
     """Replaces run_episode: the more letters in the reply, the higher the score."""
-    episode = Episode(world.task.name, seed, prompt="say something", status="submit")
+    seed = world.seed
+    episode = episode or Episode(world.task.name, seed)
+    episode.prompt, episode.status = "say something", "submit"
     if faulty and faulty(seed):
         episode.status = "fault"
         episode.fault = "the container died"
+        episode.judge(world.task, None)
         return episode
     prompt = policy.render([{"role": "user", "content": episode.prompt}])
     sample = await policy.sample(prompt, options.max_reply_tokens, seed=seed % 2**31)
+    episode.tokens += sample.reply_tokens
     said = {"reply_tokens": len(sample.tokens), "version": sample.version}
     episode.add(prompt, sample, turn(sample.text, "", stop_reason=sample.stop_reason, **said))
     episode.packed = packed_tokens(episode.segments)
     text = sample.text.encode().decode("latin1")
     letters = sum(map(str.isalpha, text)) / max(1, len(text))
-    episode.score = valid(score or 0.5 + letters / 2, world.task)
-    episode.test_score = episode.score if score_test else None
+    graded = valid(score or 0.5 + letters / 2, world.task)
+    episode.judge(world.task, graded, graded if score_test else None)
     return episode
 
 
 WAITS = (0.0, 0.05, 0.3)  # seconds
 
 
-async def waiting_reply(world, policy, options, seed, *more, waits=WAITS, **others):
+async def waiting_reply(world, policy, options, *more, waits=WAITS, **others):
     """An episode of one reply, before and after which the agent waits."""
-    rng = random.Random(seed)
+    rng = random.Random(world.seed)
     await asyncio.sleep(rng.choice(waits))
-    episode = await one_reply(world, policy, options, seed, *more, **others)
+    episode = await one_reply(world, policy, options, *more, **others)
     await asyncio.sleep(rng.choice(waits))
     return episode

@@ -29,7 +29,6 @@ from flatlab.options import COUNT, EpisodeOptions, check_bounds
 from flatlab.runs.cli import one_sentence, parse_config
 from flatlab.runs.fingerprint import fingerprint
 from flatlab.runs.store import open_run, run_directory
-from flatlab.task.value import improvement
 from flatlab.world.episode import Episode, run_episode
 from tasks import load_task
 from tools import expert
@@ -163,7 +162,7 @@ async def play(world: expert.World, cfg: Config, number: int) -> Episode:
     replies = await env.in_thread(draw, world, cfg, number)
     options = EpisodeOptions(cfg.max_turns, 512, 10**9, prompts=cfg.prompts)
     async with env.Env(world.task, world.backend, cfg.seed * 100_003 + number) as box:
-        return await run_episode(box, Script(replies), options, number)
+        return await run_episode(box, Script(replies), options)
 
 
 async def demonstrate(name: str, cfg: Config, backend: str) -> list[Episode]:
@@ -182,16 +181,17 @@ async def demonstrate(name: str, cfg: Config, backend: str) -> list[Episode]:
         return episode
 
     episodes = await asyncio.gather(*map(one, range(cfg.episodes)))
-    return [episode for episode in episodes if episode.score]
+    return [episode for episode in episodes if episode.status != "fault"]
 
 
 def describe(name: str, episodes: list[Episode]) -> str:
     task = load_task(name, "", "")
-    valid = [e.score.value for e in episodes if e.score.valid]
-    better = [value for value in valid if improvement(value, task) > 0]
+    valid = [e for e in episodes if e.valid]
+    better = [e for e in valid if e.improvement > 0]
+    mean = fmean(e.score for e in valid)
     return (
         f"{name}: {len(episodes)} episodes, {len(valid)} with a valid submission (mean score "
-        f"{fmean(valid):.3f}), {len(better)} better than the baseline of {task.baseline:.3f}"
+        f"{mean:.3f}), {len(better)} better than the baseline of {task.baseline:.3f}"
     )
 
 
@@ -212,12 +212,14 @@ def main() -> None:
         is_finished=lambda run: run.result.get("status") == "finished",
     )
     if not run.finished:
-        transcripts = []
+        played = []
         for name in cfg.task:
             episodes = asyncio.run(demonstrate(name, cfg, backend))
-            transcripts += [episode.to_dict() for episode in episodes]
+            played += episodes
             print(describe(name, episodes), file=sys.stderr, flush=True)
-        run.save_episodes(0, transcripts)
+        for number, episode in enumerate(played):
+            episode.id, episode.when = f"0/{number}", "0"
+        run.save_episodes("0", played)
         run.update_result(status="finished", task=list(cfg.task))
     print(run.dir)
 

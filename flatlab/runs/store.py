@@ -5,13 +5,14 @@ A run directory holds
                                               config.yaml also holds digests, see fingerprint.py
     metrics.jsonl                             a row per step of grpo.py, update of sft.py, round of
                                               learn.py
-    journal.jsonl                             a row per node of search.py and learn.py
-    episodes/000012.jsonl                     all transcripts of step 12, of node 12 or of episode
-                                              12 of evaluate.py, nothing cut
-    episodes/before.jsonl                     those of the evaluation before the first step,
-    episodes/eval-000012.jsonl                of the evaluation after the update of step 12,
-    episodes/final-best.jsonl ...             and of the adapters that are compared at the end
-    episodes/000012.tokens.jsonl.gz ...       the sampled sequences of each of these files
+    episodes.jsonl                            a row per episode or node, without its texts; of a
+                                              search it is also the checkpoint
+    transcripts/000012.jsonl                  the texts of step 12, of node 12 or of episode 12 of
+                                              evaluate.py, a line per row, nothing cut
+    transcripts/before.jsonl                  those of the evaluation before the first step,
+    transcripts/eval-000012.jsonl             of the evaluation after the update of step 12,
+    transcripts/final-best.jsonl ...          and of the adapters that are compared at the end
+    transcripts/000012.tokens.jsonl.gz ...    the sampled sequences of each of these files
     result.json                               kept current while the run goes on
     checkpoints/000012/  best/  untrained/    each appears complete or not at all; also the nodes/
                                               of a search
@@ -27,18 +28,18 @@ from __future__ import annotations
 import errno
 import fcntl
 import functools
-import gzip
 import importlib.metadata
 import json
 import math
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +51,12 @@ from flatlab.files import read_mapping, read_rows, temporary, to_disk, write_who
 from flatlab.runs.fingerprint import ROOT, code_files
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # answers of NFS and Lustre without locks
+EPISODES = "episodes.jsonl"
+# Keys of its rows that the code reads
+ROW_KEYS = set(
+    "id when step group task seed status outcome score stderr improvement value test_score "
+    "test_value reward advantage trained reason tokens turns seconds ungraded".split()
+)
 WAY_OUT = "Restore it from a copy, or choose another --name."
 
 # ------------------------------------------------------------------ complete files or none
@@ -71,19 +78,6 @@ def plain(value):
 def json_line(row: dict) -> str:
     """One line of ASCII: no lone surrogate or odd line separator can break the file."""
     return json.dumps(plain(row)) + "\n"
-
-
-def packed_tokens(segments: list) -> bytes:
-    """The segments of an episode as a line of JSON, with gzip.
-
-    Several of these, one after the other, are a valid gzip file, too.
-    """
-    rows = []
-    for segment in segments:
-        logprobs = [p if math.isfinite(p) else None for p in segment.logprobs]
-        rows.append(vars(segment) | {"logprobs": logprobs})
-    line = json.dumps({"segments": rows}) + "\n"  # much faster than json_line()
-    return gzip.compress(line.encode(), compresslevel=1, mtime=0)  # 10 times as fast as 9
 
 
 def sweep(directory: Path) -> None:
@@ -211,6 +205,52 @@ def run_directory(name: str) -> Path:
     return Path("logs", path)
 
 
+def transcript_path(directory: Path, when: str) -> Path:
+    """The file of the transcripts of a step, an evaluation or a node. when: see Episode."""
+    name = re.sub(r"\d+$", lambda number: number[0].zfill(6), when)
+    return directory / "transcripts" / f"{name}.jsonl"
+
+
+def read_episodes(directory: Path, keys: Collection[str] = ROW_KEYS) -> list[dict]:
+    """The rows of episodes.jsonl. Raises UserError if the file is damaged, or a row lacks one of
+    the keys.
+    """
+    path = directory / EPISODES
+    rows = read_own(read_rows, path)
+    for row in rows:
+        if missing := keys - row.keys():
+            raise UserError(f"{path} is damaged: a row has no {min(missing)!r}. {WAY_OUT}")
+    return rows
+
+
+def transcript_reader(directory: Path) -> Callable:
+    """A function that returns the transcript of a row of episodes.jsonl. It raises UserError if the
+    file is missing or damaged.
+    """
+
+    @functools.lru_cache(8)  # rows of a file follow each other
+    def read(path: Path) -> dict[str, dict]:
+        return {line.get("id"): line for line in read_own(read_rows, path)}
+
+    def transcript(row: dict) -> dict:
+        path = transcript_path(directory, row["when"])
+        texts = read(path).get(row["id"], {})
+        if "turns" not in texts:
+            raise UserError(f"{path} is missing or damaged: it lacks {row['id']}. {WAY_OUT}")
+        return texts
+
+    return transcript
+
+
+def refuse_old(path: Path) -> None:
+    """Raises UserError for a run directory of a version that had other files."""
+    if (path / "journal.jsonl").exists() or (path / "episodes").exists():
+        raise UserError(
+            f"{path} was made by a version before 2026-11-28, which wrote other files: use the "
+            "commit that its git.txt names, or choose another --name."
+        )
+
+
 def read_own(read, file: Path, **options):
     """read(file) of a file of a run; a UserError also says what to do."""
     try:
@@ -238,6 +278,7 @@ def open_run(
     """
     path = Path(directory)
     lock = lock_directory(path)
+    refuse_old(path)
     sweep(path)
     new = plain(config)
     if new.get("url"):
@@ -253,8 +294,7 @@ def open_run(
     ]
     run = Run(path, new, lock, read_own(read_mapping, path / "result.json", default={}))
     run.finished = not differing and is_finished(run)  # which knows runs of its own script alone
-    files = [*path.glob("*.jsonl"), *path.glob("episodes/[0-9]*.jsonl")]
-    has_rows = any(b"\n" in file.read_bytes() for file in files)
+    has_rows = any(row["when"][:1].isdigit() for row in read_episodes(path)) or bool(run.rows())
     codes = [made_by["code"]]
     if run.finished or has_rows or run.checkpoints():
         if differing:
@@ -268,7 +308,8 @@ def open_run(
         if run.finished:
             return run
     elif differing:
-        (path / "result.json").unlink(missing_ok=True)  # no step was made: nothing to keep
+        for name in ("result.json", EPISODES):  # no step was made: nothing to keep
+            (path / name).unlink(missing_ok=True)
         run.result = {}
     new["fingerprint"] = plain(made_by | {"code": codes})
     # First, because a directory without it is not a run directory.
@@ -276,7 +317,7 @@ def open_run(
     write_whole(path / "config.yaml", text)
     for log in path.glob("*.jsonl"):  # a crash may have cut its last line
         os.truncate(log, log.read_bytes().rfind(b"\n") + 1)
-    (path / "episodes").mkdir(exist_ok=True)
+    (path / "transcripts").mkdir(exist_ok=True)
     (path / "checkpoints").mkdir(exist_ok=True)
     command = shown(shlex.join([Path(sys.executable).name, *sys.argv]))
     write_provenance(path / "command.txt", command)
@@ -317,48 +358,72 @@ class Run:
     finished: bool = False  # before this start: nothing is left to do
     trackers: list = field(default_factory=list)  # functions that get every row, see trackers.py
 
-    def log(self, row: dict, file="metrics.jsonl"):
-        """Appends one row, which is on the disk when this returns."""
-        with open(self.dir / file, "ab") as out:
-            out.write(json_line(row).encode())
-            out.flush()
-            os.fsync(out.fileno())
+    def log(self, row: dict):
+        """Appends a row to metrics.jsonl."""
+        self.append("metrics.jsonl", [row])
         self.track(row)
 
+    def append(self, file: str, rows: list[dict]):
+        """Appends rows, which are on the disk when this returns."""
+        with open(self.dir / file, "ab") as out:
+            out.write("".join(map(json_line, rows)).encode())
+            out.flush()
+            os.fsync(out.fileno())
+
     def track(self, row: dict):
-        """Hands a row to the trackers; log() does so with its rows."""
+        """Hands a row to the trackers."""
         for tracker in self.trackers:
             tracker(row)
 
     def rows(self, file="metrics.jsonl") -> list[dict]:
         return read_own(read_rows, self.dir / file)
 
+    def keep_rows(self, file: str, is_kept: Callable):
+        """Removes the other rows of a file. is_kept: a function of a row."""
+        kept = [json_line(row) for row in self.rows(file) if is_kept(row)]
+        write_whole(self.dir / file, "".join(kept))
+
     def truncate_rows(self, step: int):
         """Removes the rows after the checkpoint's `step`."""
-        kept = [json_line(row) for row in self.rows() if row["step"] <= step]
-        write_whole(self.dir / "metrics.jsonl", "".join(kept))
+        self.keep_rows("metrics.jsonl", lambda row: row["step"] <= step)
 
     def truncate_after(self, step: int):
         """On resume: removes the steps after the checkpoint's `step` (-1: all of them), with their
         episodes, and those of the comparison at the end.
         """
-        self.truncate_rows(step)
-        for path in (self.dir / "episodes").iterdir():
-            name = path.name.partition(".")[0]
-            number = name.removeprefix("eval-")
+
+        def is_kept(when: str) -> bool:
+            number = when.removeprefix("eval-")
             is_later = number.isdigit() and int(number) > step
-            if step < 0 or is_later or name.startswith("final-"):
+            return not (step < 0 or is_later or when.startswith("final-"))
+
+        self.truncate_rows(step)
+        self.keep_rows(EPISODES, lambda row: is_kept(row["when"]))
+        for path in (self.dir / "transcripts").iterdir():
+            if not is_kept(path.name.partition(".")[0]):
                 path.unlink()
 
-    def save_episodes(self, name: int | str, episodes: list[dict], tokens: bytes = b""):
-        """Writes episodes/<name>.jsonl and, with the packed_tokens of these episodes, the file
-        beside it. An int is the number of a step or node.
-        """
-        if isinstance(name, int):
-            name = f"{name:06d}"
+    def save_episodes(self, when: str, episodes: list):
+        """Writes the transcripts of these episodes, and appends their rows. when: see Episode."""
+        self.save_transcripts(when, episodes)
+        self.append(EPISODES, [episode.row() for episode in episodes])
+
+    def save_again(self, episodes: list):
+        """Replaces the transcripts and rows of these episodes, one in each file of transcripts."""
+        for episode in episodes:
+            self.save_transcripts(episode.when, [episode])
+        new = {episode.id: episode.row() for episode in episodes}
+        lines = [json_line(new.get(row["id"], row)) for row in self.rows(EPISODES)]
+        write_whole(self.dir / EPISODES, "".join(lines))
+
+    def save_transcripts(self, when: str, episodes: list):
+        """Writes the texts of these episodes to transcripts/, and their tokens if they have any."""
+        path = transcript_path(self.dir, when)
+        tokens = b"".join(episode.packed for episode in episodes)
         if tokens:
-            write_whole(self.dir / "episodes" / f"{name}.tokens.jsonl.gz", tokens)
-        write_whole(self.dir / "episodes" / f"{name}.jsonl", "".join(map(json_line, episodes)))
+            write_whole(path.with_suffix(".tokens.jsonl.gz"), tokens)
+        lines = [json_line(episode.transcript()) for episode in episodes]
+        write_whole(path, "".join(lines))
 
     def update_result(self, **fields):
         """Merges `fields` into result.json."""

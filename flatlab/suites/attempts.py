@@ -63,14 +63,12 @@ def played(run: RunData, suite: str) -> list[dict]:
     if Path(run.config.get("suite") or "").stem != suite:
         raise UserError(f"{run.dir} is no evaluation of the suite {suite}.")
     found = []
-    for item in run.rows:
-        task, turns = item["task"], item["turns"]
-        if item["outcome"] != "fault":
-            scores = [*(turn["score"] for turn in turns), item["score"]]
-            item["valid"] = item["outcome"] == "valid"
-            item["seconds_env"] = sum(turn["seconds_env"] for turn in turns)
-            larger = run.result["larger_is_better"][task]
-            found.append(item | attempt(str(run.dir), task, larger, scores))
+    for row, first_part in zip(run.rows, run.episodes):
+        if row["outcome"] != "fault":
+            scores = [*row["scores"], first_part["score"]]
+            larger = run.result["larger_is_better"][row["task"]]
+            means = {"valid": row["improvement"] is not None}
+            found.append(row | means | attempt(str(run.dir), row["task"], larger, scores))
     if not found:
         raise UserError(f"In {run.dir} every episode was a fault.")
     return found

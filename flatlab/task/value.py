@@ -16,6 +16,7 @@ from statistics import fmean
 from flatlab.numbers import BEST_OF, expected_best, plus_minus, standard_error
 
 WORST = -1.0  # lowest value
+LOST = 0.1  # a fall of the valid share by less than this may be chance
 
 
 def unit(task) -> float:
@@ -46,28 +47,66 @@ def value_of(improvement: float | None) -> float:
     return max(WORST, bounded)
 
 
-def summary(improvements: list[float | None], task=None) -> dict:
+def judged(score, task) -> dict:
+    """Numbers of an episode or node by one grading: the score in the task's unit with its standard
+    error, the improvement (both None unless valid), and the value. score: a Score.
+    """
+    reached = improvement(score.value, task) if score.valid else None
+    return {
+        "score": score.value,
+        "stderr": score.stderr,
+        "improvement": reached,
+        "value": value_of(reached),
+    }
+
+
+def on_test_part(rows: list[dict]) -> list[dict]:
+    """The rows of episodes with the numbers of the test part in place of those of the first part,
+    where it was scored.
+    """
+    names = ("score", "stderr", "improvement", "value")
+    tested = []
+    for row in rows:
+        if row["test_value"] is not None:
+            row = row | {name: row[f"test_{name}"] for name in names}
+            row["outcome"] = "failed" if row["improvement"] is None else "valid"
+        tested.append(row)
+    return tested
+
+
+def summary(rows: list[dict], task=None) -> dict:
     """Means and standard errors over episodes or nodes that are not faults.
 
-    improvements: None without a valid submission. Scores are means over the valid ones, in the
-    task's unit; None without any. The expected best of 8 counts a failure as the score of value -1.
-    task: None leaves out the scores.
+    rows: of Episode.row(). Scores are means over the valid ones, in the task's unit; None without
+    any. The expected best of 8 counts a failure as the score of value -1. task: None leaves out the
+    scores.
     """
-    values = [value_of(x) for x in improvements]
-    valid = [x for x in improvements if x is not None]
+    values = [row["value"] for row in rows]
+    valid = [row for row in rows if row["improvement"] is not None]
     result = {
         "value_mean": fmean(values) if values else None,
         "value_stderr": standard_error(values),
         "valid_share": len(valid) / max(1, len(values)),
     }
     if task:
-        scores = [score_at(x, task) for x in valid]
-        reached = [WORST if x is None else max(WORST, x) for x in improvements]
+        scores = [row["score"] for row in valid]
+        reached = [max(WORST, row["improvement"]) for row in valid]
+        reached += [WORST] * (len(rows) - len(valid))
         best = expected_best(BEST_OF, reached) if valid else None
         result["score_mean"] = fmean(scores) if scores else None
         result["score_stderr"] = standard_error(scores)
         result[f"score_best_of_{BEST_OF}"] = None if best is None else score_at(best, task)
     return result
+
+
+def evaluation_columns(result: dict) -> dict:
+    """An evaluation as columns of the row of a step."""
+    return {f"eval_{key}": number for key, number in result.items()}
+
+
+def fell_by_half(share: float, before: float) -> bool:
+    """Returns whether the share of valid submissions fell by more than half."""
+    return share < before / 2 and before - share > LOST
 
 
 def summary_text(result: dict, metric: str = "score", digits: int = 4) -> str:

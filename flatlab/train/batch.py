@@ -12,7 +12,6 @@ from functools import partial
 import numpy as np
 
 from flatlab.task.definition import Task
-from flatlab.task.value import improvement
 from flatlab.world.episode import Episode
 
 PROMPT_KEY_TOKENS = 128  # tokens: sequences that differ in these are in different micro-batches
@@ -27,18 +26,15 @@ class Group:
     number: int
     task: Task
     episodes: list[Episode]
-    rewards: list[float]  # of the episodes that are not faults, in their order
 
     @property
     def played(self) -> list[Episode]:
+        """The episodes that are not faults."""
         return [e for e in self.episodes if e.status != "fault"]
 
-    def improvements(self, part: str = "score") -> list[float | None]:
-        """One per episode that is not a fault; None without a valid submission. part: "score", or
-        "test_score" where the test part was scored.
-        """
-        scores = [e.score if self.task.exact else getattr(e, part) for e in self.played]
-        return [improvement(s.value, self.task) if s.valid else None for s in scores]
+    @property
+    def rewards(self) -> list[float]:
+        return [e.reward for e in self.played]
 
     @property
     def informative(self) -> bool:

@@ -96,34 +96,28 @@ def restore(policy, optimizer, folder: Path) -> None:
 def write_step(policy, optimizer, job, row: dict, groups: list[Group] = ()) -> None:
     """Writes transcripts, row and checkpoint. A step counts once it has a checkpoint."""
     if groups:
-        save_groups(job.run, row["step"], groups)
+        save_groups(job.run, f"{row['step']}", groups)
     job.run.log(row)
     with job.run.checkpoint(row["step"]) as folder:
         policy.save(folder)
         save_tensors({"optimizer": optimizer.state_dict()}, folder / "trainer.pt")
 
 
-def save_groups(run: Run | None, name: int | str, groups: list[Group]) -> None:
-    """Writes the episodes of these groups and their tokens, see Run.save_episodes. Each has the
-    number of its group, its reward if there is one (None for a fault), baseline, and improvements
-    (None unless valid).
+def save_groups(run: Run | None, when: str, groups: list[Group]) -> None:
+    """Writes the rows and the transcripts of these groups, see Run.save_episodes. when: a step, or
+    the name of an evaluation.
     """
     if not run:
         return
-    lines = []
+    episodes = []
     for group in groups:
-        columns = {"improvement": group.improvements()}
-        if group.rewards:
-            columns["reward"] = group.rewards
-        if all(e.test_score for e in group.played):
-            columns["test_improvement"] = group.improvements("test_score")
-        made = zip(*columns.values())
         for e in group.episodes:
-            numbers = [None] * len(columns) if e.status == "fault" else next(made)
-            line = {"group": group.number, "baseline": group.task.baseline}
-            lines.append(e.to_dict() | line | dict(zip(columns, numbers)))
-    tokens = b"".join(episode.packed for group in groups for episode in group.episodes)
-    run.save_episodes(name, lines, tokens)
+            e.id = f"{when}/{len(episodes)}"
+            e.when = when
+            e.step = int(when) if when.isdigit() else None
+            e.group = group.number
+            episodes.append(e)
+    run.save_episodes(when, episodes)
 
 
 # ------------------------------------------------------------------------------ adapters
@@ -152,8 +146,8 @@ def keep_best(policy, job, result: dict) -> None:
 async def compare(policy, evaluate: Callable, job) -> dict:
     """Plays the same fresh seeds with the untrained, the last and the best adapter.
 
-    evaluate(name of the file, test=whether to score the test part): plays and saves episodes, and
-    returns their groups. Adapters with equal weights are played once. The test part is read for the
+    evaluate(name, test=whether to score the test part): plays and saves episodes, and returns their
+    groups. Adapters with equal weights are played once. The test part is read for the
     best one alone.
     """
     adapters = await in_trainer(final_adapters, job)
@@ -165,8 +159,8 @@ async def compare(policy, evaluate: Callable, job) -> dict:
             policy.load_adapter(folder)
             policy.sync(steps[name] + 1)
             print(f"evaluating  the {name} adapter")
-            file = f"final-{name}"
-            played[weights] = await evaluate(file, test=name == "best"), f"episodes/{file}.jsonl"
+            when = f"final-{name}"
+            played[weights] = await evaluate(when, test=name == "best"), when
     same = {name: played[weights] for name, (_, weights) in adapters.items()}
     return metrics.comparison(same, job.tasks, steps)
 

@@ -14,7 +14,7 @@ from flatlab.errors import UserError
 from flatlab.numbers import number, standard_error
 from flatlab.task.definition import Task
 from flatlab.task.sanity import warning
-from flatlab.task.value import summary, value_of
+from flatlab.task.value import fell_by_half, on_test_part, summary
 from flatlab.train.batch import Group
 
 PHASES = ("seconds_sample", "seconds_train", "seconds_sync", "seconds_judge")
@@ -44,18 +44,18 @@ def first_results(tasks: list[Task], kind: str) -> dict:
 
 def step_metrics(groups: list[Group], tasks: list[Task]) -> dict:
     """The row's numbers about the episodes of a step: those of an evaluation, and more."""
-    row = evaluation(groups, tasks)
+    row = evaluation(rows_of(groups), tasks)
     episodes = [e for g in groups for e in g.played]
-    rewards = [r for g in groups for r in g.rewards]
+    rewards = [e.reward for e in episodes]
     return row | {
         "episodes": row.pop("n"),
         "reward_mean": fmean(rewards),
         "reward_std": stdev(rewards) if len(rewards) > 1 else 0.0,
         "turns": fmean(len(e.turns) for e in episodes),
-        "reply_tokens": fmean(e.reply_tokens for e in episodes),
+        "reply_tokens": fmean(e.tokens for e in episodes),
         "fault_share": row["faults"] / (row["faults"] + len(episodes)),
-        "ungraded_share": fmean(bool(e.score.grader_output) for e in episodes),
-        "records": sum(bool(e.score.record) for e in episodes),
+        "ungraded_share": fmean(bool(e.grader_output) for e in episodes),
+        "records": sum(bool(e.record) for e in episodes),
         "seconds_env": sum(turn["seconds_env"] for e in episodes for turn in e.turns),
         "groups": len(groups),
         "zero_variance_share": fmean(not g.informative for g in groups),
@@ -71,7 +71,7 @@ def timing(policy, times: list[float], groups: list[Group]) -> dict:
     return {
         "seconds": seconds,
         **dict(zip(PHASES, phases)),
-        "tokens_per_second": sum(e.reply_tokens for g in groups for e in g.played) / seconds,
+        "tokens_per_second": sum(e.tokens for g in groups for e in g.played) / seconds,
         "memory_gb": peak_bytes(policy.device) / 2**30,
     }
 
@@ -93,35 +93,34 @@ def peak_bytes(device: str = "cpu") -> int:
 # ------------------------------------------------------------------------------ evaluations
 
 
-def evaluation(groups: list[Group], tasks: list[Task]) -> dict:
+def rows_of(groups: list[Group]) -> list[dict]:
+    return [e.row() for g in groups for e in g.episodes]
+
+
+def evaluation(rows: list[dict], tasks: list[Task]) -> dict:
     """The summary of all episodes, see task/value.py. With several tasks it has no scores, because
     their units differ, and that of each task follows under `<task>.<key>`.
 
-    If the test part was scored, its keys begin with `test_`; exact tasks have one part only, which
-    stands for both. Raises UserError if every episode was a fault.
+    rows: of Episode.row(). If the test part was scored, its keys begin with `test_`; exact tasks
+    have one part only, which stands for both. Raises UserError if every episode was a fault.
     """
-    played = [e for g in groups for e in g.played]
+    played = [row for row in rows if row["outcome"] != "fault"]
     if not played:
-        raise UserError(f"Every sandbox broke: {groups[0].episodes[0].fault}")
-    result = {"n": len(played), "faults": sum(len(g.episodes) for g in groups) - len(played)}
-    graded = [e for g in groups if not g.task.exact for e in g.played]
-    is_tested = bool(graded) and all(e.test_score for e in graded)
-    scopes = [("", tasks[0] if len(tasks) == 1 else None, groups)]
-    if len(tasks) > 1:
-        for task in tasks:
-            own = [g for g in groups if g.task.name == task.name and g.played]
-            scopes += [(f"{task.name}.", task, own)] if own else []
-    for scope, task, own in scopes:
-        for prefix, part in {"": "score", "test_": "test_score"}.items():
-            if part == "score" or is_tested:
-                numbers = summary([x for g in own for x in g.improvements(part)], task)
-                result |= {f"{scope}{prefix}{key}": value for key, value in numbers.items()}
+        raise UserError(f"Every sandbox broke: {rows[0]['reason']}")
+    result = {"n": len(played), "faults": len(rows) - len(played)}
+    parts = {"": played}
+    if any(row["test_value"] is not None for row in played):
+        parts["test_"] = on_test_part(played)
+    for prefix, graded in parts.items():
+        scopes = {"": (graded, tasks[0] if len(tasks) == 1 else None)}
+        if len(tasks) > 1:
+            for task in tasks:
+                own = [row for row in graded if row["task"] == task.name]
+                scopes |= {f"{task.name}.": (own, task)} if own else {}
+        for scope, (own, task) in scopes.items():
+            numbers = summary(own, task)
+            result |= {f"{scope}{prefix}{key}": numbers[key] for key in numbers}
     return result
-
-
-def evaluation_columns(result: dict) -> dict:
-    """An evaluation as columns of a row."""
-    return {f"eval_{key}": value for key, value in result.items()}
 
 
 def better(new: dict, best: dict | None) -> bool:
@@ -144,13 +143,13 @@ def split_of(tasks: list[Task]) -> str:
 def comparison(played: dict, tasks: list[Task], steps: dict) -> dict:
     """Evaluations of adapters on the same fresh seeds, as in result.json.
 
-    played: name -> (groups, name of the file with their episodes), the same for adapters with equal
-    weights. steps: name -> step of the adapter.
+    played: name -> (groups, `when` of their rows), the same for adapters with equal weights. steps:
+    name -> step of the adapter.
     """
     untrained = played["untrained"]
     final = {"split": split_of(tasks), "best_is_untrained": played["best"] is untrained}
-    for name, (groups, file) in played.items():
-        result = evaluation(groups, tasks) | {"file": file}
+    for name, (groups, when) in played.items():
+        result = evaluation(rows_of(groups), tasks) | {"when": when}
         if name != "untrained":
             result |= paired_difference(groups, untrained[0]) | {"step": steps[name]}
         if name != "best":  # others with equal weights have read the test part, too
@@ -173,19 +172,10 @@ def paired_difference(groups: list[Group], reference: list[Group]) -> dict:
 
 
 def values_by_seed(groups: list[Group]) -> dict[int, float]:
-    played = ((e, x) for g in groups for e, x in zip(g.played, g.improvements()))
-    return {e.seed: value_of(x) for e, x in played}
+    return {e.seed: e.value for g in groups for e in g.played}
 
 
 # ------------------------------------------------------------------------------ alarms
-
-LOST = 0.1  # a fall of the valid share by less than this may be chance
-
-
-def fell_by_half(share: float, before: float) -> bool:
-    """Returns whether the share of valid submissions fell by more than half."""
-    return share < before / 2 and before - share > LOST
-
 
 ALARMS = (  # key of the row, predicate of (value, median of the twenty steps before), message
     (
@@ -227,7 +217,7 @@ ALARMS = (  # key of the row, predicate of (value, median of the twenty steps be
     (
         "records",
         lambda x, usual: x > 0,
-        "better than the reference: the file is in episodes/, under record",
+        "better than the reference: the file is in transcripts/, under record",
     ),
     (
         "zero_variance_share",
@@ -243,7 +233,7 @@ ALARMS = (  # key of the row, predicate of (value, median of the twenty steps be
     (
         "ungraded_share",
         lambda x, usual: x > 0.2,
-        "the grader often gives no result: grader_output in episodes/ is what it printed",
+        "the grader often gives no result: grader_output in transcripts/ is what it printed",
     ),
 )
 

@@ -1,8 +1,8 @@
-"""The tree of a search: its nodes, what it has spent, and how both are rebuilt from journal.jsonl.
+"""The tree of a search: its nodes, what it has spent, and how both are rebuilt from the disk.
 
-A row of the journal is one finished Node. It is written once, when the node ends, and never
-changed. A run that was killed loses the nodes that were running and nothing else. The files that a
-node left are in nodes/ beside the journal.
+A node is an episode with a parent. Its row of episodes.jsonl is written once, when the node ends,
+and never changed. A run that was killed loses the nodes that were running and nothing else. The
+files that a node left are in nodes/.
 
 A tree holds its nodes and nothing that can be computed from them: a node takes seconds, and to walk
 through a thousand of them takes less than a millisecond.
@@ -16,62 +16,59 @@ import tarfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 
 from flatlab.errors import UserError
 from flatlab.files import write_whole
 from flatlab.runs.start import begin_run
-from flatlab.runs.store import WAY_OUT, Run, run_directory
+from flatlab.runs.store import EPISODES, WAY_OUT, Run, run_directory, transcript_reader
 from flatlab.sandbox.client import readable
 from flatlab.task.definition import Task
-from flatlab.task.value import improvement, summary, value_of
-from flatlab.tree.requests import clip
+from flatlab.task.value import WORST
 from flatlab.world.episode import Episode
 from flatlab.world.prompts import load_prompts
 
 DEBUG_DEPTH = 3  # attempts to debug a failed node; after one failure more its branch is given up
-SCORES = 20  # scores of candidates in a row of the journal, the highest ones: they may be thousands
+SCORES = 20  # scores of candidates in the row of a node, the highest ones: they may be thousands
 
-# Files with these suffixes are copied into the journal as text: at most CODE_FILES of them, each of
-# at most CODE_BYTES.
+# Files with these suffixes are copied into the transcript of a node: at most CODE_FILES of them,
+# each of at most CODE_BYTES.
 CODE = {".py", ".sh", ".r", ".R", ".jl", ".c", ".cpp", ".yaml", ".yml", ".toml"}
 CODE_FILES = 10
 CODE_BYTES = 50_000
 
 
-@dataclass(slots=True)
-class Node:
-    """One attempt, and its row of journal.jsonl. A node with status "" is still running.
+@dataclass
+class Node(Episode):
+    """An episode with a parent. It counts once it has ended.
 
-    The turns of its episode are in episodes/.
+    id: lineage, "0.2.1" is the second child of the third child of the root "0". tokens: also those
+    of requests for strategies. seconds: with the time of these requests.
     """
 
-    id: str  # lineage: "0.2.1" is the second child of the third child of the root "0"
     parent: str = ""
     second_parent: str | None = None  # of a crossover
-    order: int = -1  # number of nodes started before; the journal is in order of completion
+    order: int = -1  # number of nodes started before; rows are in order of completion
     op: str = ""  # a key of OPERATORS in search.py; baseline: the root
     mark: str = "*"  # its marker in pictures
     sampling_mode: str = "none"  # how this node's strategy was asked for
     idea: str = ""  # its strategy
     probability: float | None = None  # as the model stated it
-    ideas: list = field(default_factory=list)  # all (strategy, probability) of the same request
-    score: float | None = None  # on the validation part
-    stderr: float | None = None  # its standard error, if the grader gives one
-    improvement: float | None = None  # see flatlab/task/value.py; None: failed
-    valid: bool = False
-    status: str = ""  # of its episode; fault: the sandbox broke twice
-    error: str = ""
-    grader_output: str = ""  # see Score; no prompt may hold it
-    code: dict = field(default_factory=dict)  # file name -> text
-    seconds: float = 0.0
-    tokens: int = 0  # sampled
-    seed: int = 0
     kept: bool = False  # its files are in nodes/<order>.tar
     decision: dict = field(default_factory=dict)  # phase, scores of the candidates, reason
-    children: list = field(default_factory=list, init=False)  # Nodes, in order of their start
+    ideas: list = field(default_factory=list)  # all (strategy, probability) of the same request
+    code: dict = field(default_factory=dict)  # file name -> text
+    children: list = field(default_factory=list)  # Nodes, in order of their start
+    ended: bool = False
+
+    TEXTS = (*Episode.TEXTS, "ideas", "code")
+    UNSAVED = (*Episode.UNSAVED, "children", "ended")
+
+    @property
+    def valid(self) -> bool:
+        return self.ended and self.improvement is not None
 
     @property
     def depth(self) -> int:
@@ -92,7 +89,7 @@ class Choice:
     reason: str = ""
     scores: dict = field(default_factory=dict)  # id -> score of each candidate
     second_parent: str | None = None  # of a crossover
-    notes: dict = field(default_factory=dict)  # goes to the journal as it is
+    notes: dict = field(default_factory=dict)  # goes into the row of the node as it is
 
 
 def seed_from(*parts) -> int:
@@ -101,13 +98,10 @@ def seed_from(*parts) -> int:
     return int.from_bytes(digest[:4], "big") >> 1
 
 
-COLUMNS = [column.name for column in fields(Node) if column.init]
-
-
 class Tree:
     """All nodes of one task, sampling mode and seed, the running ones included.
 
-    cfg: the Config of search.py. run: the open run directory; the tree is rebuilt from its journal.
+    cfg: the Config of search.py. run: the open run directory; the tree is rebuilt from its rows.
     rule: the Rule that selects parents.
     """
 
@@ -123,30 +117,30 @@ class Tree:
         self.prompts = load_prompts(cfg.episode.prompts)
         self.machine = {}  # what requests tell about the sandboxes
         self.root = Node(
-            "0", op="baseline", score=task.baseline, improvement=0.0, valid=True, status="baseline"
+            task.name, seed, "0", op="baseline", score=task.baseline, improvement=0.0, ended=True
         )
         self.nodes = {"0": self.root}
         self.finished: list[Node] = []  # without the root, in order of completion
         self.requests: dict[str, asyncio.Future] = {}  # strategies for the children of a node
         self.node_ended = asyncio.Event()
         result = run.result
-        # node id -> part -> score, stderr and error on a part that the search does not see
+        # node id -> part that the search does not see -> what judged() says, and the error
         self.hidden_scores: dict[str, dict] = result.get("hidden_scores", {})
         self.began: float | None = None  # clock of this process
-        rows = run.rows("journal.jsonl")
+        rows = run.rows(EPISODES)
         if len(rows) < result.get("nodes", 0):
             raise UserError(
-                f"{run.dir / 'journal.jsonl'} is damaged: it holds {len(rows)} nodes of "
+                f"{run.dir / EPISODES} is damaged: it holds {len(rows)} nodes of "
                 f"{result['nodes']}. {WAY_OUT}"
             )
         for row in rows:
             try:
-                node = Node(**row)
+                node = stored_node(run.dir, row)
                 self.add(node)
-            except (KeyError, TypeError):
+            except (KeyError, TypeError, ValueError):
                 raise UserError(
-                    f"{run.dir / 'journal.jsonl'} was written by another version of search.py: "
-                    "choose another --name."
+                    f"{run.dir / EPISODES} was written by another version of search.py: choose "
+                    "another --name."
                 ) from None
             self.finished.append(node)
         self.seconds_before = result.get("seconds", 0.0)  # of earlier processes
@@ -155,7 +149,7 @@ class Tree:
 
     @property
     def running(self) -> list[Node]:
-        return [node for node in self.nodes.values() if not node.status]
+        return [node for node in self.nodes.values() if not node.ended]
 
     @property
     def scored(self) -> list[Node]:
@@ -183,9 +177,18 @@ class Tree:
             "scores": dict(Counter(choice.scores).most_common(SCORES)),
             "reason": choice.reason,
         }
-        parents = choice.parent, choice.second_parent
-        node = Node(id, *parents, self.started, op, mark, decision=decision | choice.notes)
-        node.seed = seed_from(self.seed, id)
+        node = Node(
+            self.task.name,
+            seed_from(self.seed, id),
+            id,
+            when=f"{self.started}",
+            parent=choice.parent,
+            second_parent=choice.second_parent,
+            order=self.started,
+            op=op,
+            mark=mark,
+            decision=decision | choice.notes,
+        )
         self.add(node)
         return node
 
@@ -201,28 +204,20 @@ class Tree:
         write_whole(self.tar_of(node), files)
         return code_in(files, self.task)
 
-    def record(self, node: Node, episode: Episode) -> None:
-        """Ends a node: copies what came of its episode into it, and writes both to the disk."""
-        node.status = episode.status
-        score = episode.score
-        node.valid = bool(score and score.valid)
-        if node.valid:
-            node.score = score.value
-            node.stderr = score.stderr
-            node.improvement = improvement(score.value, self.task)
-        else:
-            node.error = error_of(episode)
-            node.grader_output = score.grader_output if score else ""
-        self.save(node, episode)
-        row = {name: getattr(node, name) for name in COLUMNS}
-        self.run.log(row, "journal.jsonl")  # from here on it counts
+    def record(self, node: Node) -> Node:
+        """Ends a node and writes it to the disk. The tree keeps neither its turns nor its tokens; a
+        copy that has them is returned.
+        """
+        node.ended = True
+        if self.cfg.url:
+            node.packed = b""  # tokens of an endpoint are not the model's
+        self.run.save_episodes(node.when, [node])  # from here on it counts
+        self.run.track(node.row())
+        whole = replace(node)
+        node.turns, node.segments, node.packed = [], [], b""
         self.finished.append(node)
         self.run.update_result(**results(self), status="running")
-
-    def save(self, node: Node, episode: Episode) -> None:
-        """Writes the transcript of a node."""
-        tokens = b"" if self.cfg.url else episode.packed  # those of an endpoint are not the model's
-        self.run.save_episodes(node.order, [episode.to_dict() | {"node": node.id}], tokens)
+        return whole
 
     def executed(self) -> int:
         """Finished and running nodes, without the root."""
@@ -268,6 +263,14 @@ class Tree:
         best = max(self.scored, key=lambda node: node.improvement, default=self.root)
         return self.chosen or best
 
+    def test_scores(self, node: Node) -> dict:
+        """The numbers of a node on the test part; {} if that was not scored. If the task has one
+        part, it is that one.
+        """
+        if len(self.task.splits) == 1:
+            return {"value": node.value} if node in self.scored else {}
+        return self.hidden_scores.get(node.id, {}).get(self.task.splits[-1], {})
+
     def test_reads(self) -> int:
         """Number of nodes scored on the test part; with more --nodes another may be chosen."""
         return sum(self.task.splits[-1] in parts for parts in self.hidden_scores.values())
@@ -280,7 +283,6 @@ class Tree:
         return self.seconds_before + now
 
     def spent(self) -> str:
-        """See spent() below."""
         return spent(self.cfg, self.executed(), self.tokens(), self.elapsed())
 
 
@@ -291,6 +293,14 @@ def spent(cfg, nodes: int, tokens: int, seconds: float) -> str:
         if limit is not None and used >= limit:
             return name
     return ""
+
+
+def stored_node(directory: Path, row: dict) -> Node:
+    """A finished node from its row and its transcript, without its turns."""
+    texts = transcript_reader(directory)(row)
+    names = {column.name for column in fields(Node)} - {*Node.UNSAVED, "turns"}
+    values = row | {name: texts[name] for name in Node.TEXTS}
+    return Node(**{name: values[name] for name in names}, ended=True)
 
 
 def code_in(files: bytes, task: Task) -> dict[str, str]:
@@ -308,69 +318,29 @@ def code_in(files: bytes, task: Task) -> dict[str, str]:
     return code
 
 
-def error_of(episode: Episode) -> str:
-    """Errors of an episode without a score: its last one, and the grader's message."""
-    failed = ("error", "timeout", "rejected")
-    errors = [turn["observation"] for turn in episode.turns if turn["status"] in failed]
-    message = episode.score.message if episode.score else ""
-    said = filter(None, [*errors[-1:], message, episode.fault, episode.refusal])
-    return clip("\n".join(said), 2000)
-
-
 def results(t: Tree) -> dict:
-    """The content of result.json, at any moment.
+    """The content of result.json, at any moment. What is true of the nodes is in their rows.
 
-    value: of the best node, on the test part once that was scored. The keys of summary() are over
-    all nodes but the faults.
+    value: of the best node, on the test part once that was scored. tested_id: the node that was
+    chosen at the end.
     """
-    best = t.best() if t.scored else Node("")
-    graded = [node for node in t.finished if node.status != "fault"]
+    best = t.best() if t.scored else None
+    tested = t.test_scores(t.chosen) if t.chosen else {}
     facts = {
         "kind": "search",
         "task": t.task.name,
         **t.task.scale,
-        "sampling_modes_used": Counter(node.sampling_mode for node in t.finished),
+        "split": t.task.splits[0],
+        "selected_on_test": t.task.selected_on_test,
         "nodes": len(t.finished),
-        "failed": sum(not node.valid for node in graded),
-        "faults": len(t.finished) - len(graded),
-        "ungraded": sum(bool(node.grader_output) for node in t.finished),
-        "without_strategy": sum("asked" in node.decision for node in t.finished),
-        "unread_strategies": sum(node.decision.get("unread", 0) for node in t.finished),
         "tokens": t.tokens(),
         "seconds": t.elapsed(),
         "stopped_by": t.spent(),
-        "best_id": best.id or None,
-        "best_score": best.score,
-        "best_stderr": best.stderr,
-        "split": t.task.splits[0],
-        "selected_on_test": t.task.selected_on_test,
-        **summary([node.improvement for node in graded], t.task),
-        **hidden_results(t),
+        "best_id": best.id if best else None,
+        "tested_id": t.chosen.id if tested else None,
     }
-    shown = facts["test_improvement"] if facts["tested_id"] else best.improvement
-    return {"value": value_of(shown)} | facts
-
-
-def hidden_results(t: Tree) -> dict:
-    """Facts about the chosen node on the parts that the search does not see: None before the end
-    and without a valid node. A score is also None if that part refuses the node.
-    """
-    node = t.chosen or t.root
-    parts = t.hidden_scores.get(node.id, {})
-    test = parts.get(t.task.splits[-1], {})
-    has_test = len(t.task.splits) > 1
-    if not has_test and node is not t.root:
-        test = {"score": node.score, "stderr": node.stderr}
-    score = test.get("score")
-    return {
-        "tested_id": node.id if test else None,
-        "selection_score": parts.get("selection", {}).get("score"),
-        "test_score": score,
-        "test_stderr": test.get("stderr"),
-        "test_improvement": None if score is None else improvement(score, t.task),
-        "test_minus_validation": score - node.score if has_test and score is not None else None,
-        "test_reads": t.test_reads(),
-    }
+    value = tested["value"] if tested else best.value if best else WORST
+    return facts | {"value": value}
 
 
 # ------------------------------------------------------------------ run directories

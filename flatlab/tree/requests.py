@@ -1,7 +1,7 @@
 """Requests of a search to the model, and the parser of the replies. The prompts are in
 configs/prompts/.
 
-A `node` is a search node or anything with the same fields (idea, score, op, valid, status, code,
+A `node` is a search node or anything with the same fields (idea, score, op, valid, ended, code,
 error, decision); `prompts` are the Prompts of the file.
 """
 
@@ -10,9 +10,9 @@ import html
 import json
 import math
 import re
-from dataclasses import dataclass
 
 from flatlab.task.definition import Task
+from flatlab.world.episode import clip
 
 SIBLINGS = 8  # largest number of strategies of siblings in a prompt
 FILES = 20  # of the task, in a request
@@ -45,13 +45,6 @@ def ask(prompts, about: str, parent, siblings: list, summary: str = "", **wanted
     tried = [node for node in siblings if node.idea][-SIBLINGS:]
     wanted |= {"summary": summary, "parent": parent, "tried": tried}
     return prompts.fill("strategies", about=about, **wanted)
-
-
-def clip(text: str, limit: int) -> str:
-    """Head and tail of a text that is longer than `limit` characters."""
-    if len(text) <= limit:
-        return text
-    return f"{text[: limit // 2]}\n[...]\n{text[-limit // 2 :]}"
 
 
 def situation(prompts, node, parents: list, limit: int, summary: str = "") -> str:
@@ -98,27 +91,13 @@ async def reply_to(t, node, talk: list[dict], seed: int) -> str:
     room = min(t.cfg.episode.max_reply_tokens, t.cfg.model.context - len(prompt))
     if room >= LEAST_ROOM:
         try:
-            sample = await CountingPolicy(t.policy, node).sample(prompt, room, seed=seed)
-            return sample.text
+            sample = await t.policy.sample(prompt, room, seed=seed)
         except OverflowError as problem:  # by the count of an endpoint
             node.decision["refused"] = str(problem)
+            return ""
+        node.tokens += sample.reply_tokens
+        return sample.text
     return ""
-
-
-@dataclass
-class CountingPolicy:
-    """The policy as a node uses it: the node's token count grows while it still runs."""
-
-    policy: object
-    node: object
-
-    def __getattr__(self, name):
-        return getattr(self.policy, name)
-
-    async def sample(self, *args, **kwargs):
-        sample = await self.policy.sample(*args, **kwargs)
-        self.node.tokens += sample.reply_tokens
-        return sample
 
 
 # ------------------------------------------------------------------ replies

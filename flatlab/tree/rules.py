@@ -4,7 +4,7 @@ those in its block.
 A rule is called as rule(tree, rng, **constants). It returns a Choice, or None if nothing can start
 before a running node has ended (if none is running, the tree is complete). Its constants are
 keyword arguments with a default, which `--rule-args c=0.5` overrides. All randomness comes from rng
-and all knowledge from the tree, so every decision can be repeated from the journal.
+and all knowledge from the tree, so every decision can be repeated from the rows of its nodes.
 
 Rules see `improvement`, which is 0 at the baseline and grows with better scores whatever the
 direction of the metric. Q is the improvement, min-max normalised over the root and all scored nodes
@@ -183,7 +183,7 @@ def open_ended(t, rng, drafts=3, c=1.41, trend_weight=0.5, commitment=2):
             reason = f"committed to this path for {left} more"
             return Choice(last.id, "explore", reason, notes={"commit": left - 1})
     choice = explore_or_exploit(values_and_bonuses(t, drafts, c, trend_weight))
-    still_running = left and not last.status  # at most one commitment at a time
+    still_running = left and not last.ended  # at most one commitment at a time
     if choice and not still_running and trends(t)[choice.parent] > 0:
         choice.notes = {"commit": commitment}
     return choice
@@ -262,7 +262,7 @@ def expansions(t: Tree) -> Counter[str]:
     """
     groups = {}
     for node in t.nodes.values():
-        groups[node.decision.get("group", node.id)] = node.parent
+        groups[node.id if node.group is None else node.group] = node.parent
     counts = Counter(groups.values())
     for node in reversed(t.nodes.values()):  # a node comes after the one above it
         counts[node.parent] += counts[node.id]

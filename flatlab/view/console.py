@@ -7,7 +7,6 @@ from pathlib import Path
 from statistics import fmean
 
 from flatlab.numbers import counted, duration, plus_minus
-from flatlab.task.value import value_of
 from flatlab.view import compare, page, results
 from flatlab.view.reader import read_run
 
@@ -83,16 +82,15 @@ def update_made(rows: list[dict], updates: int) -> None:
     print(f"imitate  {len(rows)} of {updates}: {loss}, ETA {duration(eta)}")
 
 
-def episode_made(group, played: int, episodes: int, eta: float) -> None:
-    """Prints a line about an episode of an evaluation. group: of this episode alone."""
-    [episode] = group.episodes
+def episode_made(episode, played: int, episodes: int, eta: float) -> None:
+    """Prints a line about an episode of an evaluation."""
     outcome = "fault"
-    for improvement in group.improvements():
-        score = "" if improvement is None else f" ({episode.score.value:.4f})"
-        outcome = f"value {value_of(improvement):+.4f}{score}"
+    if episode.value is not None:
+        score = f" ({episode.score:.4f})" if episode.valid else ""
+        outcome = f"value {episode.value:+.4f}{score}"
     turns = counted(len(episode.turns), "turn")
     print(
-        f"episode  {played} of {episodes}: {group.task.name} {outcome}, {turns}, "
+        f"episode  {played} of {episodes}: {episode.task} {outcome}, {turns}, "
         f"{episode.status}, ETA {duration(eta)}",
     )
 

@@ -1,80 +1,66 @@
-"""Episodes and nodes in lists: their columns, and the groups that were compared with each other."""
+"""Episodes and nodes in lists: their columns, and the groups that were compared with each other.
+The rows are those of episodes.jsonl.
+"""
 
 import math
-import re
-from statistics import fmean
 
 from flatlab.view.reader import RunData, score_text
 from flatlab.view.results import found
 
 
-def facts_of(item: dict, width: int = 70) -> dict:
+def facts_of(row: dict, width: int = 70) -> dict:
     """The columns about an episode or a node: what was learned from it, and how it went; at the
     end in at most `width` characters what it is about, and why it failed.
     """
-    replies = item.get("advantages", ())
-    trained = [advantage for advantage in replies if advantage is not None]
-    reason = "" if item["outcome"] == "valid" else failure(item)
-    parts = [item.get("op") or item.get("task"), reason, item.get("idea")]
+    parts = [row.get("op") or row["task"], row["reason"], row.get("idea")]
     text = "; ".join(part.rstrip(".") for part in parts if part)
     return {
-        "id": item["id"],
-        "score": score_text(item),
-        "end": item["status"].replace("_", " "),
-        "reward": item.get("reward"),
-        "advantage": fmean(trained) if trained else None,
-        "trained": f"{len(trained)} of {len(replies)}" if replies else None,
-        "turns": len(item.get("turns", ())) or None,
-        "seed": item.get("seed"),
-        "tokens": item["tokens"],
-        "seconds": item["seconds"],
+        "id": row["id"],
+        "score": score_text(row),
+        "end": row["status"].replace("_", " "),
+        "reward": row["reward"],
+        "advantage": row["advantage"],
+        "trained": None if row["trained"] is None else f"{row['trained']} of {row['turns']}",
+        "turns": row["turns"] or None,
+        "seed": row["seed"],
+        "tokens": row["tokens"],
+        "seconds": row["seconds"],
         "what": " ".join(text.split())[:width],
     }
 
 
-def best_item(items: list[dict]) -> dict | None:
+def best_row(rows: list[dict]) -> dict | None:
     """The episode of training, or the node, with the largest improvement; None if none is valid."""
     # the names of evaluations begin with a letter
-    valid = [x for x in items if x["id"][0].isdigit() and x["improvement"] is not None]
-    return max(valid, key=lambda item: item["improvement"], default=None)
+    valid = [row for row in rows if row["when"].isdigit() and row["improvement"] is not None]
+    return max(valid, key=lambda row: row["improvement"], default=None)
 
 
-def failure(item: dict) -> str:
-    """The line of the error that says why a node or episode failed, or how it ended."""
-    lines = item["error"].strip().split("\n")
-    named = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
-    return [*named, *lines][0] or item["status"]
-
-
-def sections(run: RunData, items: list[dict]) -> dict[str, list[dict]]:
+def sections(run: RunData, rows: list[dict]) -> dict[str, list[dict]]:
     """Heading -> the episodes of a group that were compared with each other, or of an evaluation;
     one for runs without groups.
     """
-    if run.kind != "training" and "round" not in run.rows[0]:
-        return {run.name: items}
+    if run.kind != "training" and not run.rounds:
+        return {run.name: rows}
     groups = {}
-    for item in items:
-        if "round" in item:
-            name = f"round {item['round']}, group {item['group']}, children of {item['parent']}"
-        elif item["when"].isdigit():
-            name = f"step {item['when']}, group {item['group']}"
-        else:
-            name = f"evaluation {item['when']}"
-        groups.setdefault(name, []).append(item)
+    for row in rows:
+        name = f"evaluation {row['when']}"
+        if row["step"] is not None:
+            name = f"step {row['step']}, group {row['group']}"
+        if "parent" in row:
+            name = f"round {row['step']}, group {row['group']}, children of {row['parent']}"
+        groups.setdefault(name, []).append(row)
     return {f"{name}: {learned(own)}": own for name, own in groups.items()}
 
 
-def learned(items: list[dict]) -> str:
-    """The task and the rewards of a group, and how many of its episodes were trained."""
-    rewards = found(items, "reward") or [math.nan]
+def learned(rows: list[dict]) -> str:
+    """The task and the rewards of a group, and how many of its episodes were trained. The reward of
+    a node is its value.
+    """
+    rewards = found(rows, "reward") or found(rows, "value") or [math.nan]
     low, high = min(rewards), max(rewards)
-    text = f"{items[0]['task']}, rewards {low:+.3f} to {high:+.3f}"
-    if not all("advantages" in item for item in items):  # some transcripts were not read
-        return text
-    trained = sum(bool(item["advantages"]) for item in items)
-    how = f"{trained} of {len(items)} trained"
+    text = f"{rows[0]['task']}, rewards {low:+.3f} to {high:+.3f}"
+    trained = sum(row["trained"] is not None for row in rows)
     if low == high:
-        how = "equal rewards, none trained"
-    elif not trained:
-        how = "no advantages stored"
-    return f"{text}, {how}"
+        return f"{text}, equal rewards, none trained"
+    return f"{text}, {trained} of {len(rows)} trained" if trained else text

@@ -7,17 +7,16 @@ by jinja2; the security policy of the page names a secret of its one script, so 
 import base64
 import secrets
 import time
-from functools import partial
 from pathlib import Path
 
 from flatlab.errors import UserError
 from flatlab.files import write_whole
 from flatlab.view import columns, compare, episodes, plots, reader, results
-from flatlab.view.reader import RunData, folder_of, read_run, transcript_files
+from flatlab.view.reader import RunData, folder_of, read_run
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MOST_NODES = 300  # transcripts of a search or an evaluation on the page
-LAST_STEPS, LAST_EVALUATIONS = 3, 6  # files of a training run with transcripts on the page
+LAST_STEPS, LAST_EVALUATIONS = 3, 6  # of a training run, with transcripts on the page
 LISTED_STEPS = 30  # steps whose groups are on the page
 
 # ------------------------------------------------------------------ pictures
@@ -104,27 +103,27 @@ def tree(run: RunData, prefix: str):
     return svg[svg.index("<svg") :].replace(' target="_blank"', "")
 
 
-def sample(run: RunData) -> list[dict]:
-    """The episodes or nodes listed on the page, newest first; is_whole: with their transcripts.
+def sample(run: RunData) -> tuple[list[dict], set[str]]:
+    """The rows of the episodes or nodes listed on the page, newest first, and the ids of those with
+    their transcripts.
 
     Search: the path to the best node and the best nodes have transcripts; all are listed, because
-    the tree leads to them. Evaluation: the last episodes. Training: the last steps and
-    evaluations, and the best episode of the listed steps; more steps are listed.
+    the tree leads to them. Evaluation: the last episodes. Training: the last steps and evaluations,
+    and the best episode of the listed steps; more steps are listed.
     """
-    files = transcript_files(run)
-    names = list(reversed(files))
+    names = list(reversed(dict.fromkeys(row["when"] for row in run.episodes)))
     whole = names[:MOST_NODES]
     if run.kind == "training":
         steps = [name for name in names if name.isdigit()]
         evaluations = [name for name in names if name not in steps][:LAST_EVALUATIONS]
         whole = steps[:LAST_STEPS] + evaluations
         names = steps[:LISTED_STEPS] + evaluations
+    by_name = {name: [] for name in names}
+    for row in run.episodes:
+        by_name.get(row["when"], []).append(row)
+    rows = sum(by_name.values(), [])
+    ids = {row["id"] for row in rows if row["when"] in whole}
     if run.kind == "search":
-        whole = plots.best_nodes(run, MOST_NODES)
-        others = [row for row in run.rows if row["id"] not in whole]
-        files |= {row["id"]: partial(list, [row]) for row in others}  # reading them takes long
-    items = [item | {"is_whole": name in whole} for name in names for item in files[name]()]
-    best = episodes.best_item(items) if run.kind == "training" else None
-    if best:
-        best["is_whole"] = True
-    return items
+        ids = {*plots.best_nodes(run, MOST_NODES)}
+    best = episodes.best_row(rows) if run.kind == "training" else None
+    return rows, ids | ({best["id"]} if best else set())

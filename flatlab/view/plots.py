@@ -13,11 +13,9 @@ from itertools import accumulate, cycle, product
 import numpy as np
 
 from flatlab.numbers import counted
-from flatlab.task.value import WORST
-from flatlab.train.metrics import evaluation_columns
+from flatlab.task.value import WORST, evaluation_columns
 from flatlab.view.columns import FEW_SEEDS
 from flatlab.view.compare import RunGroup
-from flatlab.view.episodes import failure
 from flatlab.view.reader import NOUNS, RunData, score_text
 from flatlab.view.results import window_of
 
@@ -345,7 +343,7 @@ def line_of(row: dict) -> str:
     text = f"{'…' * (len(id) > 12)}{id[-12:]}  {score_text(row)}"
     if row["outcome"] == "valid":
         return f"{text}  {row['idea']}"
-    return f"{text}: {failure(row)}"
+    return f"{text}: {row['reason']}"
 
 
 # ------------------------------------------------------------------ figures

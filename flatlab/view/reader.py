@@ -2,29 +2,25 @@
 
 import difflib
 import os
-import re
 import zlib
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 
 from flatlab.errors import UserError
 from flatlab.files import read_mapping, read_rows
-from flatlab.task.value import value_of
+from flatlab.runs.store import ROW_KEYS, read_episodes, refuse_old, transcript_reader
+from flatlab.task.value import on_test_part
 
 # Kinds of runs, and the noun for a row of each
 NOUNS = {"training": "step", "search": "node", "evaluation": "episode", "imitation": "step"}
 SCALE = ("baseline", "reference", "higher_is_better")
-# Name of a file of transcripts, or id of a node -> function that reads its transcripts
-Files = dict[str, Callable[[], list[dict]]]
 # Keys that result.json has from the start on, and those of each kind
 NEEDED = {"kind", "task", "metric", "value", *SCALE}
-NEEDED_OF = {
-    "evaluation": {"split"},
-    "search": {"split", "best_id", "best_score", "best_stderr", "tested_id", "valid_share"},
-}
+NEEDED_OF = {"evaluation": {"split"}, "search": {"split", "best_id", "tested_id"}}
+# Keys of the row of a node, beside those of an episode
+NODE_KEYS = {"parent", "order", "op", "mark", "sampling_mode", "idea", "kept", "decision"}
 COMPARED = "compare-"  # beginning of the folder of a comparison
 
 
@@ -32,17 +28,16 @@ COMPARED = "compare-"  # beginning of the folder of a comparison
 class RunData:
     """A run as it is on the disk, finished or not.
 
-    kind: a key of NOUNS. task: its name, or several names with a space between. rows: steps, nodes
-    in order of completion, or episodes. rounds: rows of metrics.jsonl of a search that learns.
-    fingerprint: digests of code, prompts, task and model; {} if they were not recorded.
+    kind: a key of NOUNS. task: its name, or several names with a space between. steps: rows of
+    metrics.jsonl, which are rounds if a search learns. fingerprint: digests of code, prompts, task
+    and model; {} if they were not recorded.
     """
 
     dir: Path
     kind: str
     task: str
     config: dict
-    rows: list[dict]
-    rounds: list[dict]
+    steps: list[dict]
     result: dict
     fingerprint: dict
     baseline: float
@@ -63,6 +58,27 @@ class RunData:
         status = self.result.get("status", "unknown")
         return "killed" if status == "running" and not Path("/proc", pid).exists() else status
 
+    @cached_property
+    def episodes(self) -> list[dict]:
+        """Rows of episodes.jsonl: of a training, an evaluation, or the nodes of a search, which are
+        in order of completion. Raises UserError if one of them lacks a key.
+        """
+        return read_episodes(self.dir, ROW_KEYS | (NODE_KEYS if self.kind == "search" else set()))
+
+    @cached_property
+    def rows(self) -> list[dict]:
+        """Steps, nodes or episodes, see NOUNS. Those of an evaluation have the numbers of the test
+        part if it was scored.
+        """
+        if NOUNS[self.kind] == "step":
+            return self.steps
+        return on_test_part(self.episodes) if self.kind == "evaluation" else self.episodes
+
+    @property
+    def rounds(self) -> list[dict]:
+        """The steps of a search that learns."""
+        return self.steps if self.kind == "search" else []
+
 
 def read_run(directory) -> RunData:
     """A finished or running run. Raises UserError if there is nothing to show."""
@@ -71,6 +87,7 @@ def read_run(directory) -> RunData:
         raise UserError(f"There is no folder {path}.")
     if not (path / "config.yaml").is_file():
         raise UserError(f"{path} is not a run directory: it has no config.yaml.")
+    refuse_old(path)
     config = read_mapping(path / "config.yaml")
     fingerprint = config.pop("fingerprint", {})
     not_begun = None if has_rows(path) else {"status": "not begun"}
@@ -87,37 +104,17 @@ def read_run(directory) -> RunData:
             f"{path} was made by another version: its result.json has no {min(missing)}. git.txt "
             "names the commit."
         )
-    rows, rounds = rows_of(path, kind, result["task"])
-    if not rows:
-        raise UserError(f"{path} has no finished {NOUNS[kind]}: nothing to show. {status}")
+    steps = read_rows(path / "metrics.jsonl")
     scale = {key: result[key] for key in SCALE}
-    return RunData(path, kind, result["task"], config, rows, rounds, result, fingerprint, **scale)
-
-
-@contextmanager
-def all_keys(path: Path):
-    """Raises UserError if the block misses a key in a row of the run."""
-    try:
-        yield
-    except KeyError as error:
-        raise UserError(f"{path} cannot be shown: one of its rows has no {error}.") from None
+    run = RunData(path, kind, result["task"], config, steps, result, fingerprint, **scale)
+    if not run.rows:
+        raise UserError(f"{path} has no finished {NOUNS[kind]}: nothing to show. {status}")
+    return run
 
 
 def has_rows(path: Path) -> bool:
     """Returns whether a run has a step, a node or an episode."""
-    return any(file.stat().st_size for file in path.rglob("*.jsonl"))
-
-
-def rows_of(path: Path, kind: str, task: str) -> tuple[list[dict], list[dict]]:
-    """The rows and the rounds of a run, see RunData."""
-    rows = read_rows(path / "metrics.jsonl")
-    if kind == "search":
-        nodes = read_rows(path / "journal.jsonl")
-        with all_keys(path):
-            return [node_row(node, task) for node in nodes], rows
-    if kind == "evaluation":
-        return read_all(episode_files(path)), []
-    return rows, []
+    return any(file.stat().st_size for file in path.glob("*.jsonl"))
 
 
 def find_runs(paths) -> tuple[list[RunData], list[str]]:
@@ -158,109 +155,41 @@ def folder_of(runs: list[RunData]) -> Path:
     return folder.relative_to(here) if folder.is_relative_to(here) else folder
 
 
-def node_row(row: dict, task: str) -> dict:
-    """A row of the journal with its outcome; of a search that learns with its reward, too."""
-    decision = row["decision"]
-    row = with_outcome(row | {"task": task, "reason": decision["reason"]})
-    if "round" in decision:
-        row |= {"round": decision["round"], "group": decision["group"], "reward": row["value"]}
-    return row
-
-
-def with_outcome(row: dict) -> dict:
-    """Adds the outcome ("valid", "failed" or "fault") and the value, None for a fault."""
-    if row["status"] == "fault":
-        return row | {"outcome": "fault", "value": None}
-    outcome = "failed" if row["improvement"] is None else "valid"
-    return row | {"outcome": outcome, "value": value_of(row["improvement"])}
-
-
-def score_text(item: dict) -> str:
+def score_text(row: dict) -> str:
     """The score of a node or episode, or its outcome if it has none."""
-    return item["outcome"] if item["score"] is None else f"{item['score']:.4f}"
+    return row["outcome"] if row["score"] is None else f"{row['score']:.4f}"
 
 
 # ------------------------------------------------------------------ transcripts
 
 
-def transcript_files(run: RunData) -> Files:
-    """The transcripts of a run, of a function for each node or each file of episodes.
-
-    Names: "12" (a step of training), "before", "eval-9", "final-best", "0.2.1" (a node).
-    Keys of a transcript: id ("12/3": number 3 of a file; the name alone if the file holds one),
-    outcome, status, score (None unless valid), improvement, value, tokens, seconds, error, system
-    and prompt (the first messages), turns,
-    advantages: one per reply, None for one that was not trained; [] if the group was not trained or
-    they were not stored. With groups also group and reward (None for a fault).
-    Episodes also have seed, test_score and when (the name of the file). Nodes also have parent, op,
-    sampling_mode, reason (of the selection), idea, code and diff; those of learn.py round.
+def transcripts_of(run: RunData) -> Callable:
+    """A function that returns the transcript of a row of run.episodes, with `diff` for a node: the
+    difference to the code of its parent. It raises UserError if the file is missing or damaged.
     """
-    if run.kind != "search":
-        return episode_files(run.dir)
-    nodes = {row["id"]: row for row in run.rows}
-    return {id: partial(node_items, id, nodes, run.dir) for id in nodes}
+    texts_of = transcript_reader(run.dir)
+    rows = {row["id"]: row for row in run.episodes}
+
+    def transcript(row: dict) -> dict:
+        texts = texts_of(row)
+        above = rows.get(row.get("parent"))
+        while above and not above["kept"]:
+            above = rows.get(above["parent"])
+        if above:
+            texts = texts | {"diff": difference(texts_of(above)["code"], texts["code"])}
+        return texts
+
+    return transcript
 
 
-def read_all(files: Files) -> list[dict]:
-    return [item for read in files.values() for item in read()]
-
-
-def episode_files(directory: Path) -> Files:
-    files = {}
-    for path in sorted((directory / "episodes").glob("*.jsonl")):
-        name = re.sub(r"0*(\d+)$", r"\1", path.stem)
-        files[name] = partial(episode_items, path, name)
-    return files
-
-
-def episode_items(path: Path, name: str = "") -> list[dict]:
-    """The transcripts in a file. Their improvement, stderr, position, outcome and value are of
-    the test part if it was scored.
-    """
-    rows = read_rows(path)
-    with all_keys(path.parents[1]):
-        return [episode_item(row, name, index, len(rows)) for index, row in enumerate(rows)]
-
-
-def episode_item(row: dict, name: str, index: int, size: int) -> dict:
-    """The transcript in one row of a file of this size."""
-    score = row["score"] or {"value": None, "stderr": None, "message": row["fault"]}
-    test = row.get("test_score")
-    item = {
-        "id": name if size == 1 else f"{name}/{index}",
-        "score": score["value"],
-        "test_score": test["value"] if test else None,
-        "is_tested": bool(test),
-        "improvement": row["test_improvement" if test else "improvement"],
-        "stderr": (test or score)["stderr"],
-        "position": (test or score).get("position"),
-        "tokens": row["reply_tokens"],
-        "error": joined(score["message"], score.get("grader_output")),
-        "when": name,
-        "advantages": advantages_of(row["turns"]),
-    }
-    return with_outcome(row | item)
-
-
-def node_items(id: str, nodes: dict[str, dict], directory: Path) -> list[dict]:
-    """A list of one. Without a transcript it has no turns."""
-    row = nodes[id]
-    episodes = read_rows(directory / "episodes" / f"{row['order']:06d}.jsonl")
-    above = nodes.get(row["parent"])
-    while above and not above["kept"]:
-        above = nodes.get(above["parent"])
-    transcript = {"turns": []} | dict(*episodes)
-    item = {
-        "diff": difference(above["code"], row["code"]) if above else "",
-        # a grader may print text but neither score nor reason
-        "error": joined(row["error"], row.get("grader_output")),
-        "advantages": advantages_of(transcript["turns"]),
-    }
-    return [transcript | row | item]
-
-
-def advantages_of(turns: list[dict]) -> list[float | None]:
-    return [turn["advantage"] for turn in turns if "advantage" in turn]
+def about(row: dict, transcript: dict) -> dict:
+    """The facts above the turns of an episode or node that it has: name -> text or number."""
+    names = "outcome score test_score status task seed op sampling_mode parent second_parent"
+    facts = {name: row.get(name) for name in names.split()}
+    facts["chosen as"] = row.get("decision", {}).get("reason")
+    facts |= {name: row.get(name) for name in ("probability", "idea", "tokens", "seconds")}
+    facts |= {name: transcript[name] for name in ("error", "grader_output", "record")}
+    return {name: fact for name, fact in facts.items() if fact not in (None, "")}
 
 
 def difference(old: dict, new: dict) -> str:
@@ -274,8 +203,4 @@ def difference(old: dict, new: dict) -> str:
 
 def observed(turn: dict) -> str:
     """Text that the model read after a reply, without a limit of its length."""
-    return joined(turn["observation"], turn.get("note"))
-
-
-def joined(*texts: str | None) -> str:
-    return "\n".join(filter(None, texts))
+    return "\n".join(filter(None, (turn["observation"], turn["note"])))

@@ -8,10 +8,9 @@ from collections import Counter
 from statistics import fmean
 
 from flatlab.numbers import BEST_OF, counted, duration, plus_minus, standard_error, value_text
-from flatlab.task.value import summary, summary_text
-from flatlab.train.metrics import fell_by_half
+from flatlab.task.value import fell_by_half, on_test_part, summary, summary_text
 from flatlab.view.columns import FEW_SEEDS, aligned, texts_of
-from flatlab.view.reader import NOUNS, RunData, episode_items, read_all, transcript_files
+from flatlab.view.reader import NOUNS, RunData
 
 # ------------------------------------------------------------------ results
 
@@ -28,28 +27,29 @@ def result_of(run: RunData) -> dict:
     if run.kind == "search":
         return best_node(run)
     if run.kind == "evaluation":
-        return result_of_episodes(run, "all episodes", run.rows, run.result["split"])
+        return result_of_episodes(run, "all episodes", run.episodes, run.result["split"])
     if final := run.result.get("final"):
         best = final["best"]
         what = f"best adapter (step {best['step']})"
         if final["best_is_untrained"]:
             what = "untrained adapter"
-        items = episode_items(run.dir / best["file"])
-        return best | result_of_episodes(run, what, items, final["split"])
+        rows = [row for row in run.episodes if row["when"] == best["when"]]
+        return best | result_of_episodes(run, what, rows, final["split"])
     last = run.rows[-window_of(run.rows) :]
     means = {key: fmean(found(last, key)) for key in ("value_mean", "valid_share")}
     return means | {"what": f"last {counted(len(last), 'step')}", "part": "training", "values": {}}
 
 
-def result_of_episodes(run: RunData, what: str, items: list[dict], split: str) -> dict:
+def result_of_episodes(run: RunData, what: str, rows: list[dict], split: str) -> dict:
     """split: the part that was scored, unless the test part was scored, too."""
-    graded = [item for item in items if item["outcome"] != "fault"]
+    is_tested = bool(found(rows, "test_value"))
+    graded = on_test_part([row for row in rows if row["outcome"] != "fault"])
     task = None if " " in run.task else run
     errors = found(graded, "stderr")
-    return summary([item["improvement"] for item in graded], task) | {
+    return summary(graded, task) | {
         "what": what,
-        "part": "test" if any(item["is_tested"] for item in graded) else split,
-        "values": {(item["task"], item["seed"]): item["value"] for item in graded},
+        "part": "test" if is_tested else split,
+        "values": {(row["task"], row["seed"]): row["value"] for row in graded},
         "rows_error": fmean(errors) if errors and task else None,
     }
 
@@ -57,16 +57,24 @@ def result_of_episodes(run: RunData, what: str, items: list[dict], split: str) -
 def best_node(run: RunData) -> dict:
     """The best node: its test score, or without one the score that it was chosen by."""
     result = run.result
-    scored = "test" if result["tested_id"] else "best"
+    [best] = [row for row in run.rows if row["id"] == result["best_id"]] or [{}]
+    tested = numbers_on_test_part(run)
+    graded = [row for row in run.rows if row["outcome"] != "fault"]
     return {
-        "what": f"best node ({result['best_id']})" if result["best_id"] else "no valid node",
-        "part": "test" if scored == "test" and not result["exact"] else result["split"],
+        "what": f"best node ({best['id']})" if best else "no valid node",
+        "part": "test" if tested else result["split"],
         "values": {run.config["seed"]: result["value"]},
         "value_mean": result["value"],
-        "valid_share": result["valid_share"],
-        "score_mean": result[f"{scored}_score"],
-        "rows_error": result[f"{scored}_stderr"],
+        "valid_share": summary(graded)["valid_share"],
+        "score_mean": (tested or best).get("score"),
+        "rows_error": (tested or best).get("stderr"),
     }
+
+
+def numbers_on_test_part(run: RunData) -> dict:
+    """The numbers of the chosen node on the test part; {} if that was not scored."""
+    parts = run.result.get("hidden_scores", {}).get(run.result["tested_id"], {})
+    return next((numbers for part, numbers in parts.items() if part != "selection"), {})
 
 
 def window_of(rows) -> int:
@@ -159,14 +167,11 @@ def ends(run: RunData) -> str:
 
 
 def why_none(run: RunData) -> str:
-    """The reasons why no node is valid: how they ended, and the most frequent error."""
-    ends = Counter(row["status"].replace("_", " ") for row in run.rows)
-    parts = [f"{number} x {status}" for status, number in ends.most_common()]
-    turns = [turn for item in read_all(transcript_files(run)) for turn in item["turns"]]
-    wrong = [turn for turn in turns if turn["status"] in ("rejected", "invalid")]
-    said = Counter(turn["observation"].partition("\n")[0] for turn in wrong)
-    for text, number in said.most_common(1):
-        parts.append(f"{number} of {len(turns)} replies: {text.rstrip('.')}")
+    """The reasons why no node is valid: how they ended, and the most frequent errors."""
+    parts = []
+    for key, most in (("status", None), ("reason", 3)):
+        counts = Counter(row[key].replace("_", " ").rstrip(".") for row in run.rows)
+        parts += [f"{number} x {text}" for text, number in counts.most_common(most)]
     return "; ".join(parts)
 
 
@@ -177,8 +182,8 @@ NOTES = {
     "is optimistic",
     "exact": "the score is exact",
     "degenerate": "a score says little: {degenerate}",
-    "ungraded": "the grader gave no result for {ungraded} failed nodes: see grader_output in the "
-    "journal",
+    "ungraded": "the grader gave no result for {ungraded} failed nodes: see grader_output in their "
+    "transcripts",
     "without_strategy": "{without_strategy} of {nodes} nodes got no strategy, so their mode is "
     "none: the replies held too few that could be read",
     "unread_strategies": "{unread_strategies} strategies in replies could not be read: their JSON "
@@ -207,16 +212,27 @@ def notes(runs: list[RunData]) -> list[str]:
 def states(run: RunData) -> dict:
     """The keys of NOTES that are not in result.json."""
     result = run.result
-    has_one_part = result.get("selected_on_test") or result.get("exact")
-    is_tested = result.get("tested_id")
     alarms = [text for row in run.rows + run.rounds for text in row.get("alarms", ())]
-    return {
-        "is_invalid_on_test": is_tested and result["test_score"] is None,
-        "is_untested": result.get("best_id") and not is_tested and not has_one_part,
-        "is_read_again": result.get("test_reads", 0) > 1,
-        "is_local": "local" in result.get("sampling_modes_used", ()),
+    facts = {
         "is_mixed": len(run.fingerprint.get("code", ())) > 1,
         "last_alarms": "; ".join(alarms[-3:]),
+    }
+    if run.kind != "search":
+        return facts
+    has_one_part = result["selected_on_test"] or result["exact"]
+    tested = numbers_on_test_part(run)
+    decisions = [row["decision"] for row in run.rows]
+    hidden = [{*parts} - {"selection"} for parts in result.get("hidden_scores", {}).values()]
+    test_reads = sum(map(bool, hidden))
+    return facts | {
+        "ungraded": sum(row["ungraded"] for row in run.rows),
+        "without_strategy": sum("asked" in decision for decision in decisions),
+        "unread_strategies": sum(decision.get("unread", 0) for decision in decisions),
+        "is_invalid_on_test": tested and tested["score"] is None,
+        "is_untested": result["best_id"] and not result["tested_id"] and not has_one_part,
+        "test_reads": test_reads,
+        "is_read_again": test_reads > 1,
+        "is_local": any(row["sampling_mode"] == "local" for row in run.rows),
     }
 
 

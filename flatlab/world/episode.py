@@ -1,4 +1,5 @@
-"""One episode, from the prompt to the score: tokens, turns, and the loop around them.
+"""One episode, from the prompt to what came of it: tokens, turns, the loop around them, and the
+record of the episode.
 
 `env` is an Env of env.py. `policy` is a Policy of policy.py, or anything with its `context`,
 `render`, `encode`, `decode`, `observation_tokens` and `sample`. A copy of a script may bring its
@@ -6,17 +7,23 @@ own loop and its own history: they are arguments of run_episode().
 """
 
 import asyncio
+import gzip
+import json
+import math
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from statistics import fmean
 from types import SimpleNamespace
 
 from flatlab.errors import SandboxFault, UserError
 from flatlab.model.chat import Sample
 from flatlab.options import EpisodeOptions
-from flatlab.runs.store import packed_tokens
+from flatlab.task.definition import Task
 from flatlab.task.grading import Score
+from flatlab.task.value import judged
 from flatlab.world import prompts
 from flatlab.world.actions import act_bash
 from flatlab.world.blocks import THOUGHT_ENDS
@@ -56,26 +63,64 @@ class Segment:
 
 @dataclass
 class Episode:
+    """One attempt at a task and what came of it: the only record of it in memory. On the disk it is
+    a row of episodes.jsonl, see row(), and its texts in transcripts/, see transcript().
+    """
+
     task: str
     seed: int
-    system: str = ""  # system message; empty if there is none
-    prompt: str = ""  # first message of the user
-    segments: list[Segment] = field(default_factory=list)  # several if earlier text was cut
-    turns: list[dict] = field(default_factory=list)
+    # in its run: "12/3" (number 3 of step 12), "before/3" and "eval-12/3" (evaluations), "7" (of
+    # evaluate.py), "0.2.1" (a node of a search)
+    id: str = ""
+    when: str = ""  # name of the file in transcripts/
+    step: int | None = None  # of training, or round of a search that learns
+    group: int | None = None  # number of the group that it is compared with
     # reason of the end: Step.ended, or turn_limit, context_limit, time_limit, crashed (the agent
     # broke the sandbox), fault (it would have broken without the agent), or exit (of an agent
-    # program)
+    # program); "" while it is played
     status: str = ""
-    score: Score | None = None  # score on the first split; None only for a fault
-    test_score: Score | None = None
+    # On the first part of the data: in the task's unit, its standard error if the grader gives one,
+    # and see flatlab/task/value.py. None without a valid submission; a failure has the value -1.
+    score: float | None = None
+    stderr: float | None = None
+    improvement: float | None = None
+    value: float | None = None
+    # The same on the last part, if that was scored
+    test_score: float | None = None
+    test_stderr: float | None = None
+    test_improvement: float | None = None
+    test_value: float | None = None
+    position: float | None = None  # share of the leaderboards that is not better
+    reward: float | None = None  # of training
+    reason: str = ""  # why there is no valid submission, in one line
+    tokens: int = 0  # sampled
+    seconds: float = 0.0
+
+    system: str = ""  # system message; empty if there is none
+    prompt: str = ""  # first message of the user
+    turns: list[dict] = field(default_factory=list)
+    error: str = ""  # the last failed command and the grader's message, without a valid submission
+    grader_output: str = ""  # see Score; no prompt may hold it
+    record: str = ""  # see Score
     fault: str = ""  # why the sandbox broke, or how an agent program ended
     refusal: str = ""  # words of an endpoint that found a request too long
-    seconds: float = 0.0
+
+    segments: list[Segment] = field(default_factory=list)  # several if earlier text was cut
     packed: bytes = b""  # segments in the form of the disk, see packed_tokens
 
+    TEXTS = ("system", "prompt", "turns", "error", "grader_output", "record", "fault", "refusal")
+    UNSAVED = ("segments", "packed")
+
     @property
-    def reply_tokens(self) -> int:
-        return sum(turn["reply_tokens"] for turn in self.turns)
+    def valid(self) -> bool:
+        return self.improvement is not None
+
+    @property
+    def outcome(self) -> str:
+        """valid, failed or fault."""
+        if self.status == "fault":
+            return "fault"
+        return "valid" if self.valid else "failed"
 
     def add(self, before: list[int], sample: Sample, turn: dict) -> None:
         """Adds a turn whose reply follows the tokens `before`.
@@ -91,12 +136,84 @@ class Episode:
         segment.append(sample.tokens, sample.logprobs, len(self.turns), sample.version)
         self.turns.append(turn)
 
-    def to_dict(self) -> dict:
-        """The whole transcript for the run directory, without the tokens."""
-        record = asdict(replace(self, segments=[]))
-        del record["segments"], record["packed"]
-        record["reply_tokens"] = self.reply_tokens
-        return record
+    def judge(self, task: Task, score: Score | None, test: Score | None = None) -> None:
+        """Writes down what came of it. score: on the first part, None for a fault. test: on the
+        last part, if that was scored.
+        """
+        for prefix, graded in (("", score), ("test_", test)):
+            for name, number in judged(graded, task).items() if graded else ():
+                setattr(self, prefix + name, number)
+        if score:
+            self.position = (test or score).position
+            self.grader_output = score.grader_output
+            self.record = score.record
+        is_valid = self.improvement is not None
+        self.error = "" if is_valid else error_of(self, score.message if score else "")
+        self.reason = "" if is_valid else reason_of(self)
+
+    def row(self) -> dict:
+        """Its row of episodes.jsonl: all but the texts, and numbers about its turns.
+
+        scores: of its gradings, in their order. advantage: mean over its trained replies.
+        """
+        names = [field.name for field in fields(self) if field.name not in self.UNSAVED]
+        row = {name: getattr(self, name) for name in names if name not in self.TEXTS}
+        credits = [turn["advantage"] for turn in self.turns if "advantage" in turn]
+        trained = [advantage for advantage in credits if advantage is not None]
+        return row | {
+            "outcome": self.outcome,
+            "turns": len(self.turns),
+            "trained": len(trained) if credits else None,
+            "advantage": fmean(trained) if trained else None,
+            "ungraded": bool(self.grader_output),
+            "scores": [turn["score"] for turn in self.turns if turn["status"] in GRADINGS],
+            "seconds_env": sum(turn["seconds_env"] for turn in self.turns),
+        }
+
+    def transcript(self) -> dict:
+        """Its line in transcripts/: its texts, nothing cut."""
+        return {"id": self.id} | {name: getattr(self, name) for name in self.TEXTS}
+
+
+GRADINGS = ("validate", "invalid")  # statuses of turns
+ERROR_CHARS = 2000
+REASON_CHARS = 200
+EXCEPTION = re.compile(r"[\w.]+(Error|Exception)\b")
+
+
+def error_of(episode: Episode, message: str) -> str:
+    """The last failed command of an episode without a score, and the grader's message."""
+    failed = ("error", "timeout", "rejected")
+    errors = [turn["observation"] for turn in episode.turns if turn["status"] in failed]
+    said = filter(None, [*errors[-1:], message, episode.fault, episode.refusal])
+    return clip("\n".join(said), ERROR_CHARS)
+
+
+def reason_of(episode: Episode) -> str:
+    """The last line of the error that names an exception, or else its first line."""
+    lines = episode.error.strip().split("\n")
+    named = [line for line in lines if EXCEPTION.match(line)]
+    return [lines[0], *named][-1][:REASON_CHARS] or episode.status.replace("_", " ")
+
+
+def clip(text: str, limit: int) -> str:
+    """Head and tail of a text that is longer than `limit` characters."""
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit // 2]}\n[...]\n{text[-limit // 2 :]}"
+
+
+def packed_tokens(segments: list[Segment]) -> bytes:
+    """The segments of an episode as a line of JSON, with gzip.
+
+    Several of these, one after the other, are a valid gzip file, too.
+    """
+    rows = []
+    for segment in segments:
+        logprobs = [p if math.isfinite(p) else None for p in segment.logprobs]
+        rows.append(vars(segment) | {"logprobs": logprobs})
+    line = json.dumps({"segments": rows}) + "\n"
+    return gzip.compress(line.encode(), compresslevel=1, mtime=0)  # 10 times as fast as 9
 
 
 class History:
@@ -225,6 +342,7 @@ async def play(
             seed = reply_seed(episode.seed, number)
             reply = policy.sample(before, options.max_reply_tokens, seed=seed)
             sample = await asyncio.wait_for(reply, deadline - start)
+            episode.tokens += sample.reply_tokens
             left = max(1.0, deadline - time.monotonic())
             try:
                 step = await in_thread(env.step, sample.text, left, act)
@@ -299,20 +417,20 @@ def stop_after_faults(statuses: list[str], error: str) -> None:
         )
 
 
-def crashed(episode: Episode) -> None:
-    """Turns a fault into what the agent did."""
-    episode.status = "crashed"
+def crashed(episode: Episode) -> str:
+    """Turns a fault into what the agent did. Returns the status."""
     episode.fault = ""  # is in the message of the score
     for turn in episode.turns[-1:]:
         if turn["status"] == "fault":
             turn["status"] = "crashed"
+    return "crashed"
 
 
 async def run_episode(
     env,
     policy,
     options: EpisodeOptions,
-    seed: int = 0,
+    episode: Episode | None = None,
     score_test: bool = False,
     play: Callable = play,
     history: Callable = History,
@@ -320,10 +438,12 @@ async def run_episode(
     """Plays one episode to its end and scores once what it left, unless the sandbox broke.
 
     Args:
-        env: An Env. If its sandbox is running already, the episode continues from there.
+        env: An Env. If its sandbox is running already, the episode continues from there. Its seed
+            is that of the episode.
         policy: Samples the replies.
         options: Limits and texts. The time limit begins with the prompt, so a slow start of the
             sandbox is free.
+        episode: What is filled; a new Episode by default. One that was a fault starts over.
         score_test: Whether to grade on the last split, too; exact tasks have only one.
         play: The agent's loop, see `play`.
         history: Makes the tokens that the model reads, see History.
@@ -332,24 +452,27 @@ async def run_episode(
     the agent broke it, see Env.crash_score, else with status "fault" and no score. Raises what the
     policy raises. The environment stays open: use it as `async with`.
     """
-    episode = Episode(env.task.name, seed)
+    episode = episode or Episode(env.task.name, env.seed)
+    episode.turns, episode.segments = [], []
+    episode.fault = episode.refusal = ""
+    score = test = None
     begin = time.monotonic()
     tested = score_test and not env.task.exact
     try:
         read = await start(env, policy, episode, options, history)
-        episode.status = await play(env, policy, episode, options, read)
-        episode.score = await in_thread(env.score)
+        status = await play(env, policy, episode, options, read)
+        score = await in_thread(env.score)
         if tested:
-            episode.test_score = await in_thread(env.score, env.task.splits[-1])
+            test = await in_thread(env.score, env.task.splits[-1])
     except SandboxFault as fault:
-        episode.status = "fault"
+        status, test = "fault", None
         episode.fault = str(fault)
-        episode.score = await in_thread(env.crash_score, fault)
-        episode.test_score = None
-        if episode.score:
-            crashed(episode)
-            if tested:
-                episode.test_score = replace(episode.score, split=env.task.splits[-1])
+        score = await in_thread(env.crash_score, fault)
+        if score:
+            status = crashed(episode)
+            test = replace(score, split=env.task.splits[-1]) if tested else None
+    episode.status = status
+    episode.judge(env.task, score, test)
     episode.seconds = time.monotonic() - begin
     episode.packed = await in_thread(packed_tokens, episode.segments)
     return episode

@@ -22,7 +22,7 @@ from flatlab.model.path import ModelPath
 from flatlab.options import DERIVED, EpisodeOptions, ModelOptions, SandboxOptions, fill_in
 from flatlab.task.grading import Score
 from flatlab.task.machine import resolve_backend
-from flatlab.task.value import improvement, value_of
+from flatlab.task.value import judged
 from flatlab.world.episode import Episode, play, start
 from tasks import load_task
 
@@ -67,8 +67,7 @@ class FlatlabTask(vf.Task[FlatlabData, FlatlabState]):
         except SandboxFault as fault:
             score = await crash_score(world, fault)
         trace.info["score"] = asdict(score)
-        reached = improvement(score.value, world.task) if score.valid else None
-        trace.info["value"] = value_of(reached)
+        trace.info["value"] = judged(score, world.task)["value"]
 
     @vf.reward
     async def reward(self, trace: vf.Trace) -> float:
