@@ -102,6 +102,23 @@ def read_mapping(path: Path, default: dict | None = None, loader=YamlLoader) -> 
     return content
 
 
+def validated(kind: type, values: dict, path: Path, strict: bool = False):
+    """Makes a dataclass or TypedDict from the content of a file. strict: no value is converted.
+
+    Raises UserError naming the file and the first wrong key.
+    """
+    from pydantic import TypeAdapter, ValidationError  # takes long: --help does without it
+
+    try:
+        return TypeAdapter(kind).validate_python(values, strict=strict)
+    except ValidationError as error:
+        first = error.errors()[0]
+    where = ".".join(map(str, first["loc"]))
+    if first["type"] == "missing":
+        raise UserError(f"{path} lacks the key {where}.")
+    raise UserError(f"{path}: {where}: {first['msg']}, not {str(first['input'])[:100]!r}.")
+
+
 def read_rows(path) -> list[dict]:
     """All complete lines of a jsonl file; [] without a file. UserError if a line is damaged."""
     rows = []

@@ -823,8 +823,8 @@ def test_a_model_without_one_of_its_tensors_is_refused(tmp_path):
 
 FOREIGN = {
     "base_model_name_or_path": (None, 5, "", "/nowhere/else", "no-such/model"),
-    "r": (None, "8", 0, True),
-    "lora_alpha": (None, "16", math.nan),
+    "r": (None, "8.5", 0),
+    "lora_alpha": (None, "x", math.nan),
     "target_modules": (None, [], [1], {"q_proj": 1}),
     "peft_type": (None, "LOHA"),
     "init_lora_weights": ("pissa", "olora", "loftq"),

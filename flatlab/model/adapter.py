@@ -4,12 +4,16 @@ What an adapter_config.json may hold is a list. Whatever else it holds is refuse
 it could change what the adapter computes.
 """
 
-import math
 import re
+from math import inf
 from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Lt, MinLen
+from typing_extensions import TypedDict  # of Python before 3.12, pydantic takes this one only
 
 from flatlab.errors import UserError
-from flatlab.files import read_mapping
+from flatlab.files import read_mapping, validated
 
 ADAPTER_FILE = "adapter_model.safetensors"
 # Fields that change nothing once an adapter is trained
@@ -40,6 +44,17 @@ EMPTY = (None, False, "", [], {})
 AROUND = re.compile(r"(^|\.)(lm_head|embed_\w+|\w*word_embeddings|wte|wpe|output_layer)$")
 # Tensor of a layer in a numbered block
 TENSOR = re.compile(r"base_model\.model\..+\.\d+\..+\.lora_[AB]\.weight")
+Name = Annotated[str, MinLen(1)]
+
+
+class Settings(TypedDict):
+    """The fields that are used."""
+
+    base_model_name_or_path: Name
+    peft_type: Literal["LORA"]
+    r: Annotated[int, Gt(0)]
+    lora_alpha: Annotated[int | float, Ge(0), Lt(inf)]
+    target_modules: Name | Annotated[list[Name], MinLen(1)]
 
 
 def read_settings(folder: Path) -> tuple[str, dict]:
@@ -47,34 +62,20 @@ def read_settings(folder: Path) -> tuple[str, dict]:
     UserError, which names the field, if the adapter is of another kind.
     """
     settings = read_mapping(folder / "adapter_config.json")
-    base, r, alpha, layers = (
-        settings.pop(name, None)
-        for name in ("base_model_name_or_path", "r", "lora_alpha", "target_modules")
-    )
-    names = layers if isinstance(layers, list) else [layers]
-    wanted = {
-        "base_model_name_or_path": ("the name of a model", isinstance(base, str) and base),
-        "r": ("a whole number of at least 1", type(r) is int and r > 0),
-        "lora_alpha": ("a number", type(alpha) in (int, float) and math.isfinite(alpha)),
-        "target_modules": (
-            "names of layers",
-            names and all(isinstance(name, str) and name for name in names),
-        ),
-        "peft_type": ("LORA", settings.pop("peft_type", None) == "LORA"),
-    }
-    for name, (kind, is_right) in wanted.items():
-        if not is_right:
-            raise UserError(f"The adapter {folder}: {name} of its config must be {kind}.")
+    used = {name: settings.pop(name, None) for name in Settings.__annotations__}
+    lora = validated(Settings, used, folder / "adapter_config.json")
     for name, value in settings.items():
         if name not in IGNORED and value not in (*PLAIN.get(name, ()), *EMPTY):
             raise UserError(
                 f"The adapter {folder} has {name}={value!r:.80} in its config, which is not "
                 "supported: only plain LoRA is."
             )
-    for name in names:
+    layers = lora["target_modules"]
+    for name in [layers] if isinstance(layers, str) else layers:
         if AROUND.search(name):
             raise UserError(f"The adapter {folder} adapts {name}, which is not supported.")
-    return base, {"r": r, "lora_alpha": alpha, "target_modules": layers}
+    del lora["peft_type"]
+    return lora.pop("base_model_name_or_path"), lora
 
 
 def read_tensors(folder) -> dict:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from flatlab.errors import UserError, nearest
-from flatlab.files import read_mapping
+from flatlab.files import read_mapping, validated
 from flatlab.task.definition import Task
 from flatlab.task.listing import joined, tree_files
 
@@ -61,20 +61,6 @@ def load_builtin(root: Path, name: str) -> Task:
     if any(map(task.is_artefact, task.hidden)):
         raise UserError(f"Task {name} needs artefacts that are not hidden files.")
     return task
-
-
-def validated(kind: type, values: dict, path: Path):
-    """Makes a dataclass from values. Raises UserError naming the file and the first wrong key."""
-    from pydantic import TypeAdapter, ValidationError  # takes long: --help does without it
-
-    try:
-        return TypeAdapter(kind).validate_python(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-    where = ".".join(map(str, first["loc"]))
-    if first["type"] == "missing":
-        raise UserError(f"{path} lacks the key {where}.")
-    raise UserError(f"{path}: {where}: {first['msg']}, not {str(first['input'])[:100]!r}.")
 
 
 def find_files(folder: Path, names: tuple[str, ...], prefix: str = "") -> dict[str, Path]:

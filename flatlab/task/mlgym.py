@@ -8,8 +8,7 @@ import fnmatch
 from pathlib import Path
 
 from flatlab.errors import UserError
-from flatlab.files import read_mapping
-from flatlab.task.builtin import validated
+from flatlab.files import read_mapping, validated
 from flatlab.task.definition import TASKS_DIR, Task
 from flatlab.task.listing import joined, tree_files
 
