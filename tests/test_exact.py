@@ -15,8 +15,7 @@ import pytest
 import tasks
 from env import Env
 from flatlab.options import SandboxOptions
-from flatlab.view.results import states
-from flatlab.view.results import test_scores as tested
+from flatlab.view.results import numbers_on_test_part, states
 from helpers import LOCAL, FakePolicy, attempts_of, block, run_grader
 from tasks import load_task
 from test_search import grow, has, headline, opened, run_of
@@ -224,7 +223,7 @@ def test_a_search_says_exact_and_keeps_a_file_that_beats_the_reference(quick_pro
     result = t.run.result
     assert result["value"] > 1
     has(t, split="exact", exact=True, selected_on_test=False, tested_id="0.0")
-    assert tested(run_of(t)) == {} and states(run_of(t))["test_reads"] == 0
+    assert numbers_on_test_part(run_of(t)) == {} and states(run_of(t))["test_reads"] == 0
     [node] = attempts_of(t.run.dir, "0")
     assert json.loads(node["record"]) == json.loads(BETTER)
     with Env(replace(task, name="hard", reference=0.1), LOCAL) as world:

@@ -735,3 +735,6 @@ def test_a_damaged_record_is_refused_with_one_sentence():
     (t.run.dir / "transcripts/000001.jsonl").unlink()
     with user_error("transcripts/000001.jsonl is missing or damaged: it lacks 0.1"):
         opened(nodes=3)
+    (t.run.dir / "journal.jsonl").touch()
+    with user_error("logs/a was made by a version before 2026-11-28"):
+        opened(nodes=3)

@@ -35,8 +35,7 @@ class Score:
     # End and output of a grader that gave neither a score nor a reason. It may hold answers, so no
     # agent reads it.
     grader_output: str = ""
-    # The artefact of an exact score that is better than the reference, so that a transcript or a
-    # journal keeps it.
+    # The artefact of an exact score that is better than the reference, for the transcript
     record: str = ""
 
 

@@ -1,8 +1,8 @@
 """The tree of a search: its nodes, what it has spent, and how both are rebuilt from the disk.
 
-A node is an episode with a parent. Its row of episodes.jsonl is written once, when the node ends,
-and never changed. A run that was killed loses the nodes that were running and nothing else. The
-files that a node left are in nodes/.
+A node is an episode with a parent. Its row of episodes.jsonl is written once, when the node ends;
+learn.py adds what it learned from the node. A run that was killed loses the nodes that were running
+and nothing else. The files that a node left are in nodes/.
 
 A tree holds its nodes and nothing that can be computed from them: a node takes seconds, and to walk
 through a thousand of them takes less than a millisecond.
