@@ -551,10 +551,9 @@ def test_old_observations_are_shortened_and_start_a_new_segment(task):
 @pytest.mark.fault(32, "context overflow")
 def test_what_cannot_fit_is_never_sent(task):
     policy = FakePolicy(block("ls"), context=900)
-    episode = play(task, policy, max_reply_tokens=800)
-    assert episode.status == "context_limit"
+    with user_error("or than the 100 beside a reply: choose a larger one"):
+        play(task, policy, max_reply_tokens=800)
     assert not policy.requests
-    assert not episode.valid
     policy = FakePolicy(block("echo a > guess.txt; echo " + "y" * 300), context=1200)
     episode = play(task, policy, max_reply_tokens=400, max_turns=50)
     assert episode.status == "context_limit"
@@ -588,7 +587,7 @@ def test_broken_sandbox_is_a_fault_and_never_a_score(task, monkeypatch):
 
 @pytest.mark.parametrize(
     "reply, options",
-    [("submit", {}), ("ls", {"episode_minutes": 0.0}), ("ls", {"max_reply_tokens": 99_999})],
+    [("submit", {}), ("ls", {"episode_minutes": 0.0}), ("ls", {"max_reply_tokens": 99_700})],
 )
 def test_every_way_out_scores_once_and_closes(task, monkeypatch, reply, options):
     calls = []
