@@ -30,10 +30,10 @@ from flatlab.task.definition import Task
 from flatlab.task.grading import Score, given_work, grade, read_artefacts
 from flatlab.task.machine import open_sandbox, resolve_backend
 from flatlab.task.sanity import check_grader, warning
-from flatlab.world import prompts
 from flatlab.world.actions import act_bash, score_sentence
 from flatlab.world.blocks import find_bash
 from flatlab.world.episode import in_thread
+from flatlab.world.prompts import episode_facts, first_messages
 from tasks import load_task
 
 ALL_FILES = 10**9
@@ -136,8 +136,8 @@ class Env(AbstractContextManager, AbstractAsyncContextManager):
         would read them, or an agent with an endless context. See prompts.first_messages.
         """
         options = options or EpisodeOptions()
-        facts = prompts.episode_facts(self, options)
-        return "\n\n".join(filter(None, prompts.first_messages(self, options, facts, policy)))
+        facts = episode_facts(self, options)
+        return "\n\n".join(filter(None, first_messages(self, options, facts, policy)))
 
     def step(self, reply: str, timeout: float | None = None, act: Callable = act_bash) -> Step:
         """Runs the action of one reply.

@@ -30,7 +30,7 @@ from flatlab.numbers import value_text
 from flatlab.runs import cli, start
 from flatlab.runs.store import EPISODES
 from flatlab.suites.attempts import read_suite
-from flatlab.suites.report import report
+from flatlab.suites.report import suite_report
 from flatlab.train import metrics
 from flatlab.view import console
 from flatlab.view.reader import read_run
@@ -91,7 +91,7 @@ async def evaluate(policy, tasks: list, numbers: list[int], cfg: Config, run) ->
         spent = time.monotonic() - begun
         statuses = [row["status"] for row in played.values()]
         if {*statuses} != {"fault"}:
-            run.update_result(**results(played, tasks), seconds=earlier + spent)
+            run.update_result(**result_json(played, tasks), seconds=earlier + spent)
         left = spent / (len(played) - before) * (len(numbers) - len(played))
         console.episode_made(episode, len(played), len(numbers), left)
         stop_after_faults(statuses, episode.fault)
@@ -100,7 +100,7 @@ async def evaluate(policy, tasks: list, numbers: list[int], cfg: Config, run) ->
         for number in numbers:
             if number not in played:
                 together.create_task(one(number))
-    run.update_result(**results(played, tasks), status="finished")
+    run.update_result(**result_json(played, tasks), status="finished")
 
 
 def stored_rows(run) -> dict[int, dict]:
@@ -111,7 +111,7 @@ def stored_rows(run) -> dict[int, dict]:
     return {int(row["id"]): row for row in run.rows(EPISODES)}
 
 
-def results(played: dict[int, dict], tasks: list) -> dict:
+def result_json(played: dict[int, dict], tasks: list) -> dict:
     """The numbers of result.json. value: on the test part if there is one."""
     found = metrics.evaluation([*played.values()], tasks)
     return found | {"value": found.get("test_value_mean", found["value_mean"])}
@@ -125,11 +125,11 @@ SCRIPT = Path(__file__).stem  # a copy of this file makes runs of its own
 def is_finished(run, tasks: list, cfg: Config) -> bool:
     """Returns whether all episodes are played that can be."""
     result = run.result
-    numbers = numbers_of(tasks, cfg, result.get("left_out", ()))
+    numbers = episode_numbers(tasks, cfg, result.get("left_out", ()))
     return result.get("status") == "finished" and result["n"] + result["faults"] >= len(numbers)
 
 
-def numbers_of(tasks: list, cfg: Config, left_out) -> list[int]:
+def episode_numbers(tasks: list, cfg: Config, left_out) -> list[int]:
     """The numbers of the episodes: tasks take turns, and those whose names are in left_out are
     skipped. Raises UserError if no task is left.
     """
@@ -181,9 +181,9 @@ def evaluate_seeds(cfgs: list[Config], model, roots: dict | None) -> list[Path]:
                 env.check_context(tasks, cfg, counter, may_lack)
                 run.update_result(left_out=left_out)
                 policy = policy or open_engine(cfg, model, cfg.seed, cfg.concurrency)
-                numbers = numbers_of(tasks, cfg, left_out)
+                numbers = episode_numbers(tasks, cfg, left_out)
                 asyncio.run(evaluate(policy, tasks, numbers, cfg, run))
-        console.outcome(run.dir)
+        console.print_outcome(run.dir)
         directories.append(run.dir)
     return directories
 
@@ -211,9 +211,9 @@ def main() -> None:
     cfgs, model = start.each_seed(cfg, partial(run_name, part=part))
     directories = evaluate_seeds(cfgs, model, suite["roots"])
     if cfg.suite:
-        print(report(suite, [read_run(where) for where in directories]))
+        print(suite_report(suite, [read_run(where) for where in directories]))
     elif len(directories) > 1:
-        console.outcome(*directories)
+        console.print_outcome(*directories)
 
 
 if __name__ == "__main__":

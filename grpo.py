@@ -418,7 +418,7 @@ async def judge(policy, cfg: Config, job, name: str) -> dict:
         begun = time.perf_counter()
         groups = await evaluate(policy, cfg, job, name, seed)
         job.evaluation_seconds = time.perf_counter() - begun
-        result = metrics.evaluation(metrics.rows_of(groups), job.tasks)
+        result = metrics.evaluation(metrics.episode_rows(groups), job.tasks)
     await in_trainer(checkpoint.keep_best, policy, job, result | {"step": job.step - 1})
     return result
 
@@ -451,7 +451,7 @@ def make_batch(groups: list[Group], cfg: Config, job) -> list:
     return weighted(batch, LOSSES[cfg.loss].weight, cfg, job)
 
 
-def optimize(policy, optimizer, batch: list, micro_loss: Callable, cfg: Config, job) -> dict:
+def optimize(policy, optimizer, batch: list, loss_of: Callable, cfg: Config, job) -> dict:
     """Makes EPOCHS passes over the batch, one optimizer step each. Returns numbers for the row.
 
     Every rank takes part, also one without sequences. Samples about which engine and trainer
@@ -464,7 +464,7 @@ def optimize(policy, optimizer, batch: list, micro_loss: Callable, cfg: Config, 
     meter, skipped, grad_norms = Meter(), 0, []
     micro_tokens = policy.micro_tokens
     for epoch in range(EPOCHS):
-        found = policy.within_memory(add_gradients, batch, micro_loss, cfg, job, epoch)
+        found = policy.within_memory(add_gradients, batch, loss_of, cfg, job, epoch)
         meter.rows += found.rows
         # That of the first pass, before the first update: later the two differ by design.
         difference = meter.numbers().get("logprob_diff_mean", 0.0)
@@ -484,14 +484,14 @@ def optimize(policy, optimizer, batch: list, micro_loss: Callable, cfg: Config, 
     return row | {"grad_norm": fmean(grad_norms), "skipped": skipped}
 
 
-def add_gradients(policy, batch: list, micro_loss: Callable, cfg: Config, job, epoch: int) -> Meter:
+def add_gradients(policy, batch: list, loss_of: Callable, cfg: Config, job, epoch: int) -> Meter:
     """The gradients of a pass over the batch, micro-batch by micro-batch. Returns their numbers."""
     parts = list(micro_batches(batch, policy))
     # In expectation the KL of every token has the weight cfg.kl.
     kl_weights = draw_kl_weights(len(parts), KL_SHARE, cfg.kl, f"{cfg.seed} {job.step} kl")
     meter = Meter()
     for part, kl_weight in zip(parts, kl_weights):
-        micro_loss(policy, part, cfg, meter, epoch, kl_weight).backward()
+        loss_of(policy, part, cfg, meter, epoch, kl_weight).backward()
         stop_if_interrupted()
     return meter
 
@@ -641,9 +641,9 @@ async def finish(policy, cfg: Config, job) -> None:
     """Compares the adapters, and says in result.json how the run ended."""
     if cfg.eval_episodes:
         seed = -2 - 2 * cfg.seed  # never used for selection
-        play = functools.partial(evaluate, policy, cfg, job, seed=seed)
+        play_adapter = functools.partial(evaluate, policy, cfg, job, seed=seed)
         final = {"n": cfg.eval_episodes, "steps": job.step}
-        final |= await checkpoint.compare(policy, play, job)
+        final |= await checkpoint.compare(policy, play_adapter, job)
         best = final["best"]
         job.update_result(final=final, value=best.get("test_value_mean", best["value_mean"]))
     elif job.best:
@@ -695,7 +695,7 @@ def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train, c
                 asyncio.run(train(policy, cfg, job))
         if job.run:
             console.farewell(job.run)
-    end([job.run for job in jobs if job.run])
+    end_runs([job.run for job in jobs if job.run])
 
 
 def open_job(cfg: Config, model, tasks: list) -> TrainingRun:
@@ -718,11 +718,11 @@ def load_policy(policy_class, cfg: Config, model) -> Policy:
     return policy
 
 
-def end(runs: list) -> None:
+def end_runs(runs: list) -> None:
     """Compares several seeds. A run that a collapse stopped ends the program with exit code 1."""
     with_steps = [run.dir for run in runs if run.rows()]
     if len(with_steps) > 1:
-        console.outcome(*with_steps)
+        console.print_outcome(*with_steps)
     statuses = [run.result["status"] for run in runs]
     stopped = [status for status in statuses if status.startswith("stopped: ")]
     if stopped and "WORLD_SIZE" not in os.environ:  # torchrun would restart a job that failed

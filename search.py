@@ -48,7 +48,7 @@ from flatlab.runs.start import complete, recorded
 from flatlab.task.sanity import warning
 from flatlab.task.value import judged
 from flatlab.tree import requests, rules
-from flatlab.tree.nodes import Choice, Node, Tree, open_trees, results, seed_from
+from flatlab.tree.nodes import Choice, Node, Tree, open_trees, result_json, seed_from
 from flatlab.view import console
 from flatlab.world.episode import in_thread, run_episode, stop_after_faults
 from flatlab.world.prompts import machine_facts
@@ -256,12 +256,12 @@ async def list_ideas(t: Tree, node: Node, seed: str) -> list:
     if t.rule.shared_request:
         k = max(k, t.constants.get("branching", 0))
         left = None  # not told, or the strategies would depend on how many workers there are
-    about = requests.about(t.prompts, t.task, t.machine, left, cfg.nodes)
+    about = requests.task_text(t.prompts, t.task, t.machine, left, cfg.nodes)
     parent = t.nearest_kept(node.parent)
     shown = None if parent is t.root else parent
     siblings = [child for child in t.nodes[node.parent].children if child is not node]
     wanted = {"mode": node.sampling_mode, "k": k, "tau": cfg.tau}
-    request = requests.ask(t.prompts, about, shown, siblings, requests.summary(t), **wanted)
+    request = requests.ask(t.prompts, about, shown, siblings, requests.tree_summary(t), **wanted)
     limit = cfg.tau if MODES[node.sampling_mode].below_tau else 1
     talk = []
     ideas = {}
@@ -294,7 +294,7 @@ class NodeEnv(env.Env):
 
     def __init__(self, t: Tree, node: Node, parents: list[Node]):
         limit = min(6000, t.cfg.model.context * 3 // 4)  # characters: a quarter of the context
-        message = requests.situation(t.prompts, node, parents, limit, requests.summary(t))
+        message = requests.situation(t.prompts, node, parents, limit, requests.tree_summary(t))
         super().__init__(t.task, t.cfg.sandbox, node.seed, message, ends_at_score=True)
         self.tree = t
         self.parents = parents
@@ -377,7 +377,7 @@ def decide(t: Tree) -> Choice | None:
     return choice
 
 
-def start(t: Tree, choice: Choice) -> Node:
+def add_node(t: Tree, choice: Choice) -> Node:
     """Adds the chosen node to the tree, with the first operator that applies."""
     parent = t.nearest_kept(choice.parent)
     for op, operator in OPERATORS.items():
@@ -386,7 +386,7 @@ def start(t: Tree, choice: Choice) -> Node:
     raise UserError(f"No operator of OPERATORS applies to a child of node {parent.id}.")
 
 
-async def begin(t: Tree, policy) -> None:
+async def prepare_tree(t: Tree, policy) -> None:
     """Prepares a tree for its first node. policy: samples replies and strategies."""
     t.policy = policy
     if "limits" in t.prompts.uses["about"]:  # requests tell about the sandboxes
@@ -397,12 +397,12 @@ async def begin(t: Tree, policy) -> None:
 
 async def grow(t: Tree, policy, slots: asyncio.Semaphore, together: asyncio.TaskGroup) -> None:
     """Grows a tree until it is complete. Each running node holds one of the slots."""
-    await begin(t, policy)
+    await prepare_tree(t, policy)
     while True:
         await slots.acquire()
         choice = decide(t)
         if choice:
-            together.create_task(run_node(t, start(t, choice), slots))
+            together.create_task(run_node(t, add_node(t, choice), slots))
             continue
         slots.release()
         if not t.running:
@@ -430,7 +430,7 @@ async def close(t: Tree) -> None:
     t.chosen = await choose(t)
     if t.chosen.kept and len(t.task.splits) > 1:
         await hidden_value(t, t.chosen, t.task.splits[-1])
-    t.run.update_result(**results(t) | {"stopped_by": stopped_by, "status": "finished"})
+    t.run.update_result(**result_json(t) | {"stopped_by": stopped_by, "status": "finished"})
 
 
 async def choose(t: Tree) -> Node:
@@ -511,11 +511,13 @@ def main(config_class=Config, script=SCRIPT, check=check, grow_all=grow_all) -> 
         console.search_banner(cfg, trees, where)
         with recorded([t.run for t in growing], where=where):
             for t in growing:
-                t.run.update_result(**results(t), degenerate=warning([t.task]), status="running")
+                t.run.update_result(
+                    **result_json(t), degenerate=warning([t.task]), status="running"
+                )
             if not cfg.url:
                 env.check_context(tasks, cfg, token_counter(cfg, model))
             grow_all(growing, cfg, model)
-    console.report(trees, where)
+    console.print_end(trees, where)
 
 
 if __name__ == "__main__":

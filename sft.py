@@ -193,9 +193,9 @@ def imitate(policy, transcripts: list[dict], cfg: Config, run) -> None:
     for step, sequences in enumerate(batches(episodes, cfg)):
         if step < job.step:
             continue
-        start = time.perf_counter()
+        began = time.perf_counter()
         loss = update(policy, optimizer, sequences)
-        row = {"step": step, "loss": loss, "seconds": time.perf_counter() - start}
+        row = {"step": step, "loss": loss, "seconds": time.perf_counter() - began}
         checkpoint.write_step(policy, optimizer, job, row)
         rows.append(row)
         console.update_made(rows, cfg.updates)

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from flatlab.errors import UnknownTask, UserError
-from flatlab.files import content_key, store
+from flatlab.files import content_key, remember
 from flatlab.numbers import plus_minus
 from flatlab.options import SandboxOptions
 from flatlab.task.builtin import builtin_names, load_builtin, nearest
@@ -112,7 +112,7 @@ def check(task: Task, options: SandboxOptions) -> None:
             at_the_top = improvement(score.value, task) >= AT_THE_TOP
             if at_the_top and task.reference is not None and not reason:
                 reason = f"the rule {rule!r} scores {score.value:.4g}"
-    store(sanity_file(task), {"degenerate": reason})
+    remember(sanity_file(task), {"degenerate": reason})
     if reason := degenerate(task):
         verdict = f"degenerate: {reason}"
     print(f"\n{verdict}")
@@ -130,7 +130,7 @@ def check(task: Task, options: SandboxOptions) -> None:
             print(f"warning  The agent can read {path}: it has the content of the hidden {same}.")
 
 
-def list_text() -> str:
+def task_table() -> str:
     """A line for each task; for one that cannot be loaded the reason."""
     rows = []
     for name in sorted(find_tasks()):
@@ -162,7 +162,7 @@ def main(task: str = "", sandbox: SandboxOptions = SandboxOptions()) -> None:  #
         sandbox: The kind of sandbox and what it offers.
     """
     if not task:
-        return print(list_text())
+        return print(task_table())
     check(load_task(task), sandbox)
 
 

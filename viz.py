@@ -29,7 +29,7 @@ import tyro
 from flatlab.errors import UserError
 from flatlab.runs import cli
 from flatlab.suites.attempts import read_suite
-from flatlab.suites.report import report
+from flatlab.suites.report import suite_report
 from flatlab.view import compare, page, plots
 from flatlab.view.columns import aligned
 from flatlab.view.console import say
@@ -37,14 +37,14 @@ from flatlab.view.episodes import best_row, facts_of, sections
 from flatlab.view.reader import (
     NOUNS,
     RunData,
-    about,
+    facts_above,
     find_runs,
     folder_of,
     observed,
     score_text,
     transcripts_of,
 )
-from flatlab.view.results import final_rows, heading, outcome, run_tables, step_rows
+from flatlab.view.results import final_rows, heading, outcome_sentences, run_tables, step_rows
 
 
 @dataclass
@@ -68,7 +68,7 @@ def show(run: RunData, row: dict) -> str:
     """One transcript: the programs of a node, then all that the agent read and said."""
     item = transcripts_of(run)(row)
     lines = [f"{row['id']}  {score_text(row)}"]
-    for name, fact in about(row, item).items():
+    for name, fact in facts_above(row, item).items():
         lines.append(f"{name:14} {f'{fact:.6g}' if isinstance(fact, float) else fact}")
     for name, text in item.get("code", {}).items():
         lines.append(f"\n── {name}\n{text}")
@@ -138,10 +138,10 @@ def best_of(run: RunData) -> dict:
 # ------------------------------------------------------------------ summaries
 
 
-def summary(run: RunData) -> str:
+def run_summary(run: RunData) -> str:
     """Text of `python viz.py logs/<run>` about one run."""
     _, sentences = final_rows(run.result)
-    parts = [heading(run), " ".join(outcome(run)), "\n".join(sentences)]
+    parts = [heading(run), " ".join(outcome_sentences(run)), "\n".join(sentences)]
     parts += map(aligned, run_tables(run))
     if NOUNS[run.kind] == "step":
         parts.append(aligned(step_rows(run.rows)))
@@ -158,7 +158,7 @@ def main(options: Options):
     texts = []
     for run in runs:
         try:
-            texts += texts_of(run, options)
+            texts += asked_texts(run, options)
         except UserError as error:
             errors.append(str(error))
     asked = options.list or options.step is not None or options.episode or options.best
@@ -167,16 +167,16 @@ def main(options: Options):
     for sentence in errors:
         print(sentence, file=sys.stderr)
     if options.suite:
-        texts.append(report(read_suite(options.suite), runs))
+        texts.append(suite_report(read_suite(options.suite), runs))
     if texts and (options.plot or options.format == "pdf"):
         raise UserError("--plot and --format draw pictures: give them without --list and the like.")
     if texts:
         say("\n\n".join(texts))
     else:
-        draw(runs, options)
+        draw_runs(runs, options)
 
 
-def texts_of(run, options: Options) -> list[str]:
+def asked_texts(run, options: Options) -> list[str]:
     """Returns what --list, --step, --episode and --best ask for; UserError if the run lacks it."""
     texts = []
     if options.list or options.step is not None:
@@ -188,12 +188,12 @@ def texts_of(run, options: Options) -> list[str]:
     return texts
 
 
-def draw(runs: list, options: Options) -> None:
+def draw_runs(runs: list, options: Options) -> None:
     """Draws the pictures, without --plot also the page, after a table or the summary of one run."""
     if options.plot:
         paths = page.draw(runs, folder_of(runs), options.format, options.plot)
     else:
-        say(summary(runs[0]) if len(runs) == 1 else compare.table(runs))
+        say(run_summary(runs[0]) if len(runs) == 1 else compare.table(runs))
         paths = page.write(runs, options.format)
     print("", *(f"wrote {path}" for path in paths), sep="\n")
 

@@ -65,7 +65,7 @@ async def learn(trees: list[Tree], policy, cfg: Config) -> None:
     policy.fit_micro_tokens()
     await policy.verify()
     for t in trees:
-        await search.begin(t, policy)
+        await search.prepare_tree(t, policy)
         policy.reset(cfg.seed[0])
         if policy.path.adapter:  # the row's kl is against it; the loss has no KL term
             policy.set_reference(policy.path.adapter)
@@ -93,7 +93,7 @@ async def grow(t: Tree, slots: asyncio.Semaphore) -> None:
                 node.reward = node.value
             groups.append(batch.Group(number, t.task, children))
         played = sum((group.episodes for group in groups), [])
-        row = row_of(t, played)
+        row = round_row(t, played)
         job.step = policy.version
         row |= await in_trainer(grpo.update, policy, optimizer, groups, cfg, job)
         policy.sync(job.step + 1)
@@ -118,7 +118,7 @@ def start_round(t: Tree) -> list[list[Node]]:
         group = t.started
         children = []
         while len(children) < t.cfg.children and not t.spent():
-            node = search.start(t, choice)
+            node = search.add_node(t, choice)
             node.step, node.group = t.policy.version, group
             children.append(node)
         groups.append(children)
@@ -134,7 +134,7 @@ async def play(t: Tree, node: Node, slots: asyncio.Semaphore):
 # ------------------------------------------------------------------ numbers of a round
 
 
-def row_of(t: Tree, nodes: list[Node]) -> dict:
+def round_row(t: Tree, nodes: list[Node]) -> dict:
     """The row of a round, without that of the update. nodes: with their turns. Shares are of those
     without faults.
     """

@@ -154,7 +154,7 @@ def recall(path: Path) -> dict:
     return {}
 
 
-def store(path: Path, value: dict) -> None:
+def remember(path: Path, value: dict) -> None:
     """Writes a JSON file of the cache, completely or not at all. No run needs one: a place where
     nothing can be written is left as it is.
     """

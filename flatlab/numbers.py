@@ -50,10 +50,10 @@ def duration(seconds: float) -> str:
     return f"{hours}h{of_hour:02d}m" if hours else f"{minutes}m{rest:02d}s"
 
 
-def counted(number: float, noun: str) -> str:
+def counted(count: float, noun: str) -> str:
     """A number with its noun: '1 node', '2 nodes', '0.5 nodes'."""
-    ending = "" if number == 1 else "s"
-    return f"{number:.9g} {noun}{ending}"
+    ending = "" if count == 1 else "s"
+    return f"{count:.9g} {noun}{ending}"
 
 
 def value_text(value) -> str:

@@ -304,7 +304,7 @@ def test_what_counts_as_a_collapse(rows, reason):
 
 def judged(task, *values):
     """An evaluation of episodes with these scores, None: nothing valid."""
-    return metrics.evaluation(metrics.rows_of([scored_group(task, *values)]), [task])
+    return metrics.evaluation(metrics.episode_rows([scored_group(task, *values)]), [task])
 
 
 def test_best_is_the_adapter_with_the_largest_mean_value():
@@ -332,11 +332,11 @@ def test_an_exact_task_beside_others_counts_on_both_parts():
     for episode in group.episodes:
         episode.judge(TASK, valid(0.7), valid(0.6))
     groups = [group, scored_group(exact, exact.baseline)]
-    result = metrics.evaluation(metrics.rows_of(groups), [TASK, exact])
+    result = metrics.evaluation(metrics.episode_rows(groups), [TASK, exact])
     assert result["hadamard29.test_value_mean"] == result["hadamard29.value_mean"] == 0
     assert result["titanic.test_value_mean"] < 0 < result["titanic.value_mean"]
     assert result["test_value_mean"] == pytest.approx(2 / 3 * result["titanic.test_value_mean"])
-    assert "test_value_mean" not in metrics.evaluation(metrics.rows_of(groups[1:]), [exact])
+    assert "test_value_mean" not in metrics.evaluation(metrics.episode_rows(groups[1:]), [exact])
 
 
 # ------------------------------------------------------------ whole runs, played episodes
@@ -490,7 +490,7 @@ def test_paired_runs_are_compared_with_the_untrained_adapter_and_best_alone_show
     assert [name for name in played if "test_value_mean" in final[name]] == ["best"]
     group.episodes[0].status = "fault"
     with user_error("Every sandbox broke"):
-        metrics.evaluation(metrics.rows_of([group]), [TASK])
+        metrics.evaluation(metrics.episode_rows([group]), [TASK])
 
 
 def test_a_row_has_times_and_memory():

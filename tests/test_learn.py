@@ -140,7 +140,7 @@ def test_the_row_of_a_round_counts_gains_lineages_and_duplicates(policy):
     assert second["gain_mean"] < 0
     for node, text in zip(t.finished, "xyzxaa"):
         node.code = {"a.py": text}
-    row = learn.row_of(t, t.finished[3:])
+    row = learn.round_row(t, t.finished[3:])
     assert row["duplicate_share"] == pytest.approx(2 / 3)  # x is known, and a comes twice
 
 

@@ -424,7 +424,7 @@ def test_it_solves_the_tasks_with_the_prompts_of_today(tiny_policy, name):
 @pytest.mark.parametrize("mode", ["uniform", "tail", "sequence"])
 def test_it_lists_strategies_when_a_search_asks(tiny_policy, mode, name):
     texts = load_prompts(TINY_TEXTS)
-    about = requests.about(texts, load_task(name), {})
+    about = requests.task_text(texts, load_task(name), {})
     question = requests.ask(texts, about, None, [], mode=mode, k=5, tau=0.1)
     tokens = tiny_policy.render([{"role": "user", "content": question}])
     replies = for_each_seed(lambda seed: tiny_policy.sample(tokens, 160, seed))

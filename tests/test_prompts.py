@@ -59,7 +59,7 @@ def test_the_first_messages_of_the_stand_in_are_the_recorded_ones(name):
         messages = first_of(world, replace(OPTIONS, prompts=TINY_TEXTS))
     assert messages == ("", RECORDED[f"{name} short"])
     tiny = prompts.load_prompts(TINY_TEXTS)
-    assert requests.about(tiny, task, {}) == RECORDED[f"{name} about short"]
+    assert requests.task_text(tiny, task, {}) == RECORDED[f"{name} about short"]
 
 
 CODE = {"solve.py": "import csv\nprint(1)\n", "b.sh": "x" * 900}
@@ -88,7 +88,7 @@ def test_the_requests_of_a_search_are_the_recorded_ones(file):
     good, bad, plain, repair, running = NODES
     finished = [good, bad, plain, repair]
     tree = SimpleNamespace(cfg=SimpleNamespace(scope="global"), prompts=asked, finished=finished)
-    summary = requests.summary(tree)
+    summary = requests.tree_summary(tree)
     said = {"more": asked.fill("more", k=2), "summary": summary}
     for mode in ("uniform", "tail", "local", "sequence"):
         for what, *about in (

@@ -250,7 +250,7 @@ def test_without_a_place_for_a_cache_everything_goes_on(tmp_path, monkeypatch, p
         monkeypatch.delenv(name, raising=False)
     for name, value in places.items():
         monkeypatch.setenv(name, value)
-    files.store(files.cache_dir() / "sanity/x.json", {"degenerate": "x"})
+    files.remember(files.cache_dir() / "sanity/x.json", {"degenerate": "x"})
     assert degenerate(load_task("titanic")) is None
     with contextlib.closing(Sandbox("local")) as box:
         assert box.run("echo x > /dev/null && echo written", 10).output == "written\n"

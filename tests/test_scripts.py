@@ -23,7 +23,7 @@ from flatlab.model.path import resolve_model
 from flatlab.options import EpisodeOptions
 from flatlab.runs import start, store
 from flatlab.suites.attempts import read_suite
-from flatlab.suites.report import report
+from flatlab.suites.report import suite_report
 from flatlab.task.value import improvement
 from flatlab.train.batch import Group
 from flatlab.train.job import TrainingRun
@@ -412,7 +412,7 @@ def test_two_models_of_a_suite_stand_beside_published_ones(here, played, tmp_pat
         assert "left out gone: The file or folder" in out
         assert f"logs/a/{model}: without gone. The file" in out
     runs = [read_run(f"logs/a/{model}") for model in ("tiny", "other")]
-    out = report(read_suite("suite.yaml"), runs)
+    out = suite_report(read_suite("suite.yaml"), runs)
     lines = [line.split() for line in out.splitlines()]
     # 0.71 is below both published models; the value is that of 0.6, on the test part
     assert ["titanic", "logs/a/other", "0.7100", "0.7100", "-0.6936", "100%", "3"] in lines
@@ -424,7 +424,7 @@ def test_two_models_of_a_suite_stand_beside_published_ones(here, played, tmp_pat
     assert "over the tasks that all models have: titanic\n" in out
     monkeypatch.delenv("MLGYM_ROOT")
     with user_error("logs/a/tiny is no evaluation of the suite builtin"):
-        report(read_suite("builtin"), [read_run("logs/a/tiny")])
+        suite_report(read_suite("builtin"), [read_run("logs/a/tiny")])
 
 
 def test_what_an_endpoint_refuses_is_told_and_a_password_is_not(here, monkeypatch):

@@ -21,10 +21,10 @@ from flatlab.runs.cli import parse_config
 from flatlab.runs.store import EPISODES, transcript_reader
 from flatlab.sandbox import snapshot
 from flatlab.task.grading import Score
-from flatlab.tree.nodes import Tree, open_trees, results
+from flatlab.tree.nodes import Tree, open_trees, result_json
 from flatlab.view import compare, console
 from flatlab.view.reader import read_run
-from flatlab.view.results import best_node, numbers_on_test_part, outcome, states
+from flatlab.view.results import best_node, numbers_on_test_part, outcome_sentences, states
 from helpers import (
     AGENT_TEXTS,
     PROJECT,
@@ -188,7 +188,7 @@ def run_of(t):
 
 
 def headline(t):
-    return " ".join(outcome(run_of(t)))
+    return " ".join(outcome_sentences(run_of(t)))
 
 
 def table(t):
@@ -209,7 +209,7 @@ def test_budget_k_executes_k(select, workers):
 def test_a_strategy_cannot_steer_the_terminal(capsys):
     strategy = "clear\x1b[2J the screen\u202e"
     t = run(equal, FakePolicy(lambda _, seed: f"Strategy: {strategy} {seed}"), nodes=2)
-    console.report([t], t.run.dir)
+    console.print_end([t], t.run.dir)
     said = capsys.readouterr().out
     assert said.count("clear·[2J the screen·") == 3
     assert not {"\x1b", "\u202e"} & set(said)
@@ -312,7 +312,7 @@ def test_a_finished_tree_stays_as_it_is():
 
     tree = once_more(1.0)
     ended = {"tested_id": "0", "seconds": 61.0, "stopped_by": "minutes", "status": "finished"}
-    tree.run.update_result(**results(tree) | ended)
+    tree.run.update_result(**result_json(tree) | ended)
     assert once_more(1.0, nodes=3).closed
     assert read_mapping(tree.run.dir / "config.yaml")["nodes"] == 2
     tree = once_more(2.0)

@@ -64,7 +64,7 @@ def test_the_area_by_hand(tmp_path, monkeypatch):
     """
     monkeypatch.setenv("MLGYM_ROOT", str(make_root(tmp_path)))
     monkeypatch.chdir(tmp_path)
-    text = report.report(read_suite(f"{tmp_path}/suite.yaml"), [])
+    text = report.suite_report(read_suite(f"{tmp_path}/suite.yaml"), [])
     rows = [line.split() for line in text.split("\n\n")[0].splitlines()[1:]]
     h = 0.5 / 499
     x, y, baseline = (402 + 499) * h / 2, (499 + 177) * h / 2, 198 * h
@@ -79,7 +79,7 @@ def test_the_largest_area_is_first_also_beside_our_value(tmp_path, monkeypatch):
     result = {"larger_is_better": {"titanic": True}, "left_out": {}, "degenerate": "titanic: why"}
     run = evaluated(tmp_path / "ours", (0.1,), **result)
     run.config.update(suite="suite.yaml", max_turns=2, temperature=1.0)
-    text = report.report(read_suite(f"{tmp_path}/suite.yaml"), [run])
+    text = report.suite_report(read_suite(f"{tmp_path}/suite.yaml"), [run])
     assert "\na score says little: titanic: why\n" in text
     names = [line.split()[0] for line in text.split("\n\n")[1].splitlines()[1:]]
     assert names == ["y", "x", "baseline", str(run.dir)]
@@ -92,7 +92,7 @@ def test_two_models_of_a_suite_without_published_attempts_have_a_picture(tmp_pat
         result = {"larger_is_better": {"titanic": True}, "left_out": {}}
         runs.append(evaluated(tmp_path / name, values, **result))
         runs[-1].config.update(suite="builtin", max_turns=2, temperature=1.0)
-    text = report.report(suite, runs)
+    text = report.suite_report(suite, runs)
     assert "no AUP: the suite builtin has no published attempts" in text
     assert f"wrote {tmp_path}/profile.png" in capsys.readouterr().out
     scores = [line.split()[2:4] for line in text.split("\n\n")[0].splitlines()[1:]]
@@ -107,7 +107,7 @@ def test_all_published_areas_of_a_checkout(tmp_path, monkeypatch):
     published = {
         name: (float(best), float(last)) for name, best, last in csv.reader(table.splitlines()[1:])
     }
-    text = report.report(read_suite("mlgym"), [])
+    text = report.suite_report(read_suite("mlgym"), [])
     rows = [line.split() for line in text.split("\n\n")[0].splitlines()[1:]]
     assert {name: (float(best), float(last)) for name, best, last in rows} == published
     assert len(published) == 13
@@ -115,13 +115,13 @@ def test_all_published_areas_of_a_checkout(tmp_path, monkeypatch):
 
 def test_intervals_resample_within_a_task():
     tasks = [np.zeros(3), np.ones(5)]
-    assert statistics.interval(statistics.mean_value, *tasks) == "0.5000 [0.5000, 0.5000]"
-    assert statistics.interval(statistics.mean_value, *tasks, np.ones(1)) == "0.6667"
+    assert statistics.bootstrap_text(statistics.mean_value, *tasks) == "0.5000 [0.5000, 0.5000]"
+    assert statistics.bootstrap_text(statistics.mean_value, *tasks, np.ones(1)) == "0.6667"
     better = statistics.probability_of_improvement
     # of four pairs three are larger and one is equal; of the other task all are smaller
     assert better(np.array([1, 2]), np.zeros(1), np.array([1, 0]), np.ones(1)) == 0.875 / 2
     low, high = (
-        statistics.interval(better, np.arange(8), np.arange(8)).split("[")[1][:-1].split(", ")
+        statistics.bootstrap_text(better, np.arange(8), np.arange(8)).split("[")[1][:-1].split(", ")
     )
     assert 0.1 < float(low) < 0.35 and 0.65 < float(high) < 0.9  # +- 2 sqrt(2 * 8 / (12 * 64))
 

@@ -1058,7 +1058,7 @@ def test_a_hidden_file_that_is_public_is_refused(folder, link):
 def test_the_reward_of_the_bridges_is_that_of_training():
     assert value_of(None) == grpo.NO_SUBMISSION
     for value in (-3.47, -0.5, 0.0, 0.7, 4.0):
-        assert min(1, value_of(value)) == grpo.continuous(value, [])
+        assert min(1, value_of(value)) == grpo.continuous(SimpleNamespace(improvement=value))
 
 
 def test_one_score_far_above_the_reference_does_not_buy_a_mean():
@@ -1086,7 +1086,7 @@ def test_the_list_has_a_line_for_each_task_and_the_reason_for_one_that_is_broken
 ):
     write(tmp_path, {"configs/tasks/gone.yaml": "metric: loss"})
     monkeypatch.setenv("MLGYM_ROOT", str(tmp_path))
-    lines = {line.split()[0]: line for line in tasks.list_text().splitlines()}
+    lines = {line.split()[0]: line for line in tasks.task_table().splitlines()}
     facts = "titanic accuracy higher 0.6782 0.7909 no configs/tasks Predict who survived".split()
     assert lines["titanic"].split()[: len(facts)] == facts
     assert "  yes    configs/tasks" in lines["circlePacking"]

@@ -35,7 +35,7 @@ def make(select, task=TASK, **config):
 
 def put(t, parent, score, **more):
     """A finished child; score None: failed. For MIRRORED the sign of the score is turned."""
-    return end(t, search.start(t, Choice(parent)), score, **more)
+    return end(t, search.add_node(t, Choice(parent)), score, **more)
 
 
 def end(t, node, score, status="validated", kept=True):
@@ -55,7 +55,7 @@ def choose(t, seed=0):
 
 def step(t):
     """Starts the node that the rule chooses."""
-    return search.start(t, choose(t))
+    return search.add_node(t, choose(t))
 
 
 def three(select, **config):
@@ -142,7 +142,7 @@ def test_open_ended_commits_to_a_rising_path_for_exactly_k_nodes():
     assert choice.parent == "0.0"
     # two committed nodes, then scored anew
     for score, left in ((0.6, 1), (0.7, 0), (0.8, 2)):
-        end(t, search.start(t, choice), score)
+        end(t, search.add_node(t, choice), score)
         choice = choose(t)
         assert choice.notes["commit"] == left
 
@@ -179,7 +179,7 @@ def test_mcts_counts_failures_as_the_worst():
     bonus = 0.25 * math.sqrt(math.log(4))
     scores = {"0.0": 1 + bonus, "0.1": 0.5 + bonus, "0.2": bonus}
     assert choice.scores == pytest.approx(scores)
-    assert search.start(t, choice).id == "0.0.0"
+    assert search.add_node(t, choice).id == "0.0.0"
     for _ in range(2):
         put(t, "0.0", None)
     bonus = 0.25 * math.sqrt(math.log(7) / 4)
@@ -213,8 +213,8 @@ def test_puct_by_hand():
     choice = choose(t)
     assert choice.scores == pytest.approx(scores)
     assert choice.parent == "0.0"
-    node = search.start(t, choice)
-    other = search.start(t, choose(t))
+    node = search.add_node(t, choice)
+    other = search.add_node(t, choose(t))
     assert other.id == "0.1.0"  # not the line of a node that has a running child
     assert choose(t).parent == "0"
     t.nodes["0.1"].children.remove(t.nodes.pop(other.id))
@@ -246,7 +246,7 @@ def test_evolution_prefers_the_fit_and_crosses():
     for seed in range(20):
         choice = choose(t, seed)
         assert {choice.parent, choice.second_parent} == {"0.1", "0.2"}
-    assert search.start(t, choice).op == "crossover"
+    assert search.add_node(t, choice).op == "crossover"
     t.constants["crossover_prob"] = 0.0
     assert choose(t).second_parent is None
 
@@ -331,7 +331,7 @@ def test_failed_leaves_are_debugged_up_to_a_depth_and_faults_are_not(monkeypatch
     monkeypatch.setattr(search, "DEBUG_PROB", 0.0)
     put(t, "0", None)
     assert search.decide(t).parent == "0"
-    assert search.start(t, Choice("0.0")).op == "draft"  # it starts from the root's files
+    assert search.add_node(t, Choice("0.0")).op == "draft"  # it starts from the root's files
 
 
 @pytest.mark.parametrize("select", ["greedy", "ucb", "mcts", "evolution"])
@@ -340,7 +340,7 @@ def test_nothing_is_built_on_a_node_whose_files_are_too_large(select):
     t = make(select, nodes=14)
     while choice := search.decide(t):
         assert choice.parent != "0.1"
-        node = search.start(t, choice)
+        node = search.add_node(t, choice)
         too_large = node.id == "0.1"
         end(t, node, 0.99 if too_large else 0.6, kept=not too_large)
 

@@ -86,7 +86,7 @@ def trained(folder, scores=(0.5, 0.7, 0.9), seed=0, result=(), **config):
     untrained, best = [group(*[0.6] * len(scores))], [group(*scores)]
     played = dict.fromkeys(("untrained", "last"), (untrained, "final-untrained"))
     played["best"] = best, "final-best"
-    before = metrics.evaluation(metrics.rows_of(untrained), [SCALE])
+    before = metrics.evaluation(metrics.episode_rows(untrained), [SCALE])
     final = metrics.comparison(played, [SCALE], dict.fromkeys(played, 1)) | {"n": len(scores)}
     steps = [step_row(step, faults=1, eval_value_mean=0.6) for step in range(2)]
     result = {"before": before, "final": final} | dict(result)
@@ -278,7 +278,7 @@ def test_a_comparison_has_a_place_of_its_own(tmp_path, monkeypatch, capsys):
     runs = [stored(Path("logs", name), seed=seed) for seed, name in enumerate("abc")]
     assert reader.folder_of(runs) == Path("logs")
     assert reader.folder_of(runs[:2]) == Path("logs/compare-a+b")
-    console.outcome(*[run.dir for run in runs[:2]])
+    console.print_outcome(*[run.dir for run in runs[:2]])
     printed = capsys.readouterr().out
     assert printed.splitlines()[-1].endswith("again: python viz.py logs/a logs/b")
     assert Path("logs/compare-a+b/report.html").exists() and not Path("logs/report.html").exists()
@@ -474,7 +474,7 @@ def test_the_best_episode_of_several_tasks_is_that_of_the_largest_improvement(tm
 
 def said(run):
     """The outcome of a run, as at its end on a terminal."""
-    return " ".join(results.outcome(run))
+    return " ".join(results.outcome_sentences(run))
 
 
 def rows(*runs):
@@ -483,7 +483,7 @@ def rows(*runs):
     return [
         row
         for table in compared
-        for row in compare.rows_of(sorted(table, key=lambda group: -group.value))
+        for row in compare.difference_rows(sorted(table, key=lambda group: -group.value))
     ]
 
 
@@ -626,8 +626,8 @@ def test_an_imitation_has_a_loss_and_no_value(tmp_path):
     run = stored(tmp_path, result={"kind": "imitation", "episodes": 12}, rows=steps)
     assert said(run) == "Imitation of 12 episodes: last loss 0.4000. Status: running."
     assert "An imitation has no value" in compare.table([run])
-    assert "loss" in viz.summary(run)
-    assert "time" not in viz.summary(run)  # in rows of earlier versions
+    assert "loss" in viz.run_summary(run)
+    assert "time" not in viz.run_summary(run)  # in rows of earlier versions
     assert [path.name for path in page.write([run])] == ["curves.png", "report.html"]
 
 
@@ -800,9 +800,9 @@ def test_a_search_that_learns_shows_its_rounds_and_their_alarms(tmp_path):
     titles = [axis.get_title() for axis in plots.draw_panels([group_of(run)]).axes]
     assert titles[-1] == "live lineages" and len(titles) == 6
     html = written(tmp_path, run).read_text()
-    assert columns.aligned(rounds) in viz.summary(run)
+    assert columns.aligned(rounds) in viz.run_summary(run)
     assert '<td class="number">0.1250</td>' in html
-    for text in (viz.summary(run), html):
+    for text in (viz.run_summary(run), html):
         assert "the last alarms: It decays." in text
 
 

@@ -1,10 +1,12 @@
 """Style of the prose, as part of `make lint`: openings of docstrings, lengths, numbers in a line,
 and measured numbers (with ± or x), which tests/BENCHMARKS.md must have, too, and not be older than
-the code without saying so.
+the code without saying so. Also names: a local one must not hide a function, class or import of its
+file.
 
 Prints what to change; the exit code is 1 if there is anything.
 """
 
+import ast
 import re
 import subprocess
 import sys
@@ -24,6 +26,8 @@ MOST_LINES_OF_README = 120
 # A version, a date or an arXiv number is one number; digits in a name (Qwen3, H100) are none.
 NUMBER = re.compile(r"(?<![\w.-])\d[\d.,:-]*")
 MEASURED = re.compile(r"[\d.,]+ ± [\d.]*\d|[\d.]+ x\b")
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+UNNAMED = ("tests", "tools")  # folders whose local names may hide others
 OPENING = re.compile(r'^ *r?"""(?:What|Whether|Which|Of|How) .*', re.MULTILINE)
 
 
@@ -108,6 +112,28 @@ def older_than_their_code():
             yield f"BENCHMARKS.md, {title}: measure again, or write 'Changed since: {files}'"
 
 
+def hidden_names(text: str):
+    """Yields the local names that hide a function, a class or an import of the file with this text.
+    A parameter may have the name of its default.
+    """
+    tree = ast.parse(text)
+    names = {node.name for node in tree.body if isinstance(node, DEFINITIONS)}
+    for node in tree.body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {alias.asname or alias.name for alias in node.names}
+    for function in ast.walk(tree):
+        if not isinstance(function, DEFINITIONS[:2]):
+            continue
+        arguments = function.args
+        hooks = {default.id for default in arguments.defaults if isinstance(default, ast.Name)}
+        stored = {arg.arg for arg in ast.walk(arguments) if isinstance(arg, ast.arg)} - hooks
+        for node in ast.walk(function):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                stored.add(node.id)
+        for name in sorted(stored & names):
+            yield f"{function.name} hides the name {name}"
+
+
 def main():
     faults = [*unmeasured(), *older_than_their_code()]
     for page in PROSE:
@@ -116,8 +142,11 @@ def main():
         name = path.relative_to(PROJECT)
         is_ours = not any(part.startswith(".") or part == "logs" for part in name.parts)
         if is_ours:
-            openings = OPENING.findall(path.read_text())
+            text = path.read_text()
+            openings = OPENING.findall(text)
             faults += [f"{name}: begin with a verb or a noun: {line.strip()}" for line in openings]
+            if name.parts[0] not in UNNAMED:
+                faults += [f"{name}: {fault}" for fault in hidden_names(text)]
     words = sum(len(page.read_text().split()) for page in DOCS)
     if words > MOST_WORDS_OF_DOCS:
         faults.append(f"README.md and docs/ have {words} words, at most {MOST_WORDS_OF_DOCS}")

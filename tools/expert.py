@@ -459,7 +459,7 @@ def list_strategies(rng: random.Random, world: World) -> list[tuple[str, str]]:
         if mode != "sequence":
             lines.append(f"Probability: {probability:.2f}")
     texts = load_prompts(PROMPTS)
-    about = requests.about(texts, world.task, {})
+    about = requests.task_text(texts, world.task, {})
     question = requests.ask(texts, about, parent, siblings, mode=mode, k=k, tau=0.1)
     return [("user", question), ("assistant", "\n".join(lines))]
 

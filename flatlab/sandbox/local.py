@@ -88,10 +88,10 @@ def start_landlock(spec: Spec) -> Connection:
                 user = 0  # no other user can reach our Python: stay root, without capabilities
     folder = tempfile.mkdtemp(prefix="flatlab-")
     os.chmod(folder, 0o755)
-    home = f"{folder}/agent"
-    paths = {"workspace": f"{home}/workspace", "tools": f"{home}/.bin"}
+    agent_home = f"{folder}/agent"
+    paths = {"workspace": f"{agent_home}/workspace", "tools": f"{agent_home}/.bin"}
     spec = replace(spec, mounts={})  # it can mount nothing
-    return start_process("landlock", spec, view, user, {"TMPDIR": home}, {}, **paths)
+    return start_process("landlock", spec, view, user, {"TMPDIR": agent_home}, {}, **paths)
 
 
 def start_process(isolation, spec: Spec, view, user, env, limits, **paths):

@@ -9,7 +9,7 @@ from flatlab.errors import UserError
 from flatlab.files import write_whole
 from flatlab.suites.attempts import BASELINE, KINDS, played
 from flatlab.suites.statistics import (
-    interval,
+    bootstrap_text,
     mean_value,
     performance_profiles,
     probability_of_improvement,
@@ -25,7 +25,7 @@ GREYS = ["0", "0.6", "0.3", "0.8", "0.45"] * 4
 LINES = ["-", "--", "-.", ":"] * 5
 
 
-def report(suite: dict, runs: list[RunData]) -> str:
+def suite_report(suite: dict, runs: list[RunData]) -> str:
     """Text of the tables. Writes profile.png into folder_of(runs) if there are several models.
 
     Raises UserError if there is no task that all models have, or for a run of something else.
@@ -56,13 +56,13 @@ def report(suite: dict, runs: list[RunData]) -> str:
     for run in runs:
         name = str(run.dir)
         ours[name] = values.xs(name, level=1)
-        totals.loc[name, "value [95 %]"] = interval(mean_value, *ours[name])
+        totals.loc[name, "value [95 %]"] = bootstrap_text(mean_value, *ours[name])
     order, figure = ["value"], None
     if suite["attempts"]:
         scores = np.array([cells[kind].unstack(0) for kind in KINDS])
         baseline = totals.index.get_loc(BASELINE)
         tau, rho, areas = performance_profiles(scores, baseline, sign.to_numpy())
-        figure = draw(tau, rho, [*totals.index], ours)
+        figure = draw_profile(tau, rho, [*totals.index], ours)
         order = [f"AUP, {kind}" for kind in KINDS]
         totals[order] = areas.T
     elif len(runs) > 1:
@@ -77,13 +77,13 @@ def report(suite: dict, runs: list[RunData]) -> str:
     tables = [frame.reset_index().to_dict("records") for frame in frames if len(frame)]
     parts = [*map(aligned, tables)]
     for name, other in itertools.combinations(ours, 2):
-        chance = interval(probability_of_improvement, *ours[name], *ours[other])
+        chance = bootstrap_text(probability_of_improvement, *ours[name], *ours[other])
         parts.append(f"probability that {name} is better than {other}: {chance}")
     parts.append(f"over the tasks that all models have: {', '.join(sign.index)}")
-    return "\n\n".join([*parts, legend(*tables), notes(suite, runs)])
+    return "\n\n".join([*parts, legend(*tables), suite_notes(suite, runs)])
 
 
-def notes(suite: dict, runs: list[RunData]) -> str:
+def suite_notes(suite: dict, runs: list[RunData]) -> str:
     """Lines about the settings, the tasks that were left out and the published attempts."""
     lines = []
     if not suite["attempts"]:
@@ -104,7 +104,7 @@ def notes(suite: dict, runs: list[RunData]) -> str:
     return "\n".join([*lines, suite["notes"]])
 
 
-def draw(tau, rho, models: list[str], ours: list[str]):
+def draw_profile(tau, rho, models: list[str], ours: list[str]):
     """A Figure with a panel for each kind: our runs in colour, the others grey."""
     figure = plots.new_figure(7, 4.4)
     axes = figure.subplots(1, len(KINDS), sharey=True)

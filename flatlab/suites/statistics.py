@@ -42,7 +42,7 @@ def probability_of_improvement(*tasks) -> float:
     return np.mean(shares)
 
 
-def interval(statistic, *tasks) -> str:
+def bootstrap_text(statistic, *tasks) -> str:
     """A 95 % interval: attempts are resampled within their task (arXiv 2108.13264, sec. 4.1). There
     is none if a task has a single attempt.
     """

@@ -34,16 +34,16 @@ def improvement(score: float, task) -> float:
     return (score - task.baseline) / unit(task)
 
 
-def score_at(improvement: float, task) -> float:
+def score_at(reached: float, task) -> float:
     """The score of this improvement, in the task's unit."""
-    return task.baseline + improvement * unit(task)
+    return task.baseline + reached * unit(task)
 
 
-def value_of(improvement: float | None) -> float:
-    """The value of an episode or node. improvement: None without a valid submission."""
-    if improvement is None:
+def value_of(reached: float | None) -> float:
+    """The value of an improvement, None without a valid submission."""
+    if reached is None:
         return WORST
-    bounded = improvement if improvement <= 1 else 2 - 1 / improvement
+    bounded = reached if reached <= 1 else 2 - 1 / reached
     return max(WORST, bounded)
 
 

@@ -107,8 +107,8 @@ def sequences_of(episode: Episode, advantages: list[float | None]) -> list[Train
     for segment in episode.segments:
         mask = [int(r >= 0 and advantages[r] is not None) for r in segment.reply]
         old, reply, version = [
-            list(itertools.compress(column, mask))
-            for column in (segment.logprobs, segment.reply, segment.version)
+            list(itertools.compress(values, mask))
+            for values in (segment.logprobs, segment.reply, segment.version)
         ]
         if reply:
             credit = [advantages[r] for r in reply]
@@ -192,15 +192,15 @@ class Meter:
         """Adds tensors; an empty one changes nothing. where: a mask; the other entries count as 0
         in a sum or maximum, and not at all in a mean.
         """
-        for name, column in columns.items():
-            if len(column):
-                column = column.detach().double()
-                count = len(column)
+        for name, values in columns.items():
+            if len(values):
+                values = values.detach().double()
+                count = len(values)
                 if where is not None:
-                    column = column.masked_fill(~where, 0.0)
+                    values = values.masked_fill(~where, 0.0)
                     count = where.sum()
-                value = column.max() if reduction == "max" else column.sum()
-                self.rows.append((name, reduction, value, count))
+                reduced = values.max() if reduction == "max" else values.sum()
+                self.rows.append((name, reduction, reduced, count))
 
     def numbers(self, ranks=None) -> dict[str, float]:
         """Reductions of what was added, by name. ranks: whose columns count, too."""

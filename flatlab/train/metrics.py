@@ -44,7 +44,7 @@ def first_results(tasks: list[Task], kind: str) -> dict:
 
 def step_metrics(groups: list[Group], tasks: list[Task]) -> dict:
     """The row's numbers about the episodes of a step: those of an evaluation, and more."""
-    row = evaluation(rows_of(groups), tasks)
+    row = evaluation(episode_rows(groups), tasks)
     episodes = [e for g in groups for e in g.played]
     rewards = [e.reward for e in episodes]
     return row | {
@@ -93,7 +93,7 @@ def peak_bytes(device: str = "cpu") -> int:
 # ------------------------------------------------------------------------------ evaluations
 
 
-def rows_of(groups: list[Group]) -> list[dict]:
+def episode_rows(groups: list[Group]) -> list[dict]:
     return [e.row() for g in groups for e in g.episodes]
 
 
@@ -149,7 +149,7 @@ def comparison(played: dict, tasks: list[Task], steps: dict) -> dict:
     untrained = played["untrained"]
     final = {"split": split_of(tasks), "best_is_untrained": played["best"] is untrained}
     for name, (groups, when) in played.items():
-        result = evaluation(rows_of(groups), tasks) | {"when": when}
+        result = evaluation(episode_rows(groups), tasks) | {"when": when}
         if name != "untrained":
             result |= paired_difference(groups, untrained[0]) | {"step": steps[name]}
         if name != "best":  # others with equal weights have read the test part, too
@@ -247,8 +247,8 @@ def alarms(row: dict, rows: list[dict]) -> list[str]:
         earlier = [r[key] for r in rows[-20:] if number(r.get(key)) is not None]
         usual = median(earlier or [row[key]])
         if suspicious(row[key], usual):
-            comparison = f", usually {usual:.3g}" if earlier else ""
-            sentences.append(f"{text} ({key} {row[key]:.3g}{comparison})")
+            before = f", usually {usual:.3g}" if earlier else ""
+            sentences.append(f"{text} ({key} {row[key]:.3g}{before})")
     return sentences
 
 

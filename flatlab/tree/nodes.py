@@ -216,7 +216,7 @@ class Tree:
         whole = replace(node)
         node.turns, node.segments, node.packed = [], [], b""
         self.finished.append(node)
-        self.run.update_result(**results(self), status="running")
+        self.run.update_result(**result_json(self), status="running")
         return whole
 
     def executed(self) -> int:
@@ -318,7 +318,7 @@ def code_in(files: bytes, task: Task) -> dict[str, str]:
     return code
 
 
-def results(t: Tree) -> dict:
+def result_json(t: Tree) -> dict:
     """The content of result.json, at any moment. What is true of the nodes is in their rows.
 
     value: of the best node, on the test part once that was scored. tested_id: the node that was

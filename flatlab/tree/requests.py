@@ -19,7 +19,9 @@ FILES = 20  # of the task, in a request
 NAMED_PACKAGES = 12
 
 
-def about(prompts, task: Task, machine: dict, nodes_left: int | None = None, nodes: int = 0) -> str:
+def task_text(
+    prompts, task: Task, machine: dict, nodes_left: int | None = None, nodes: int = 0
+) -> str:
     """The task, with the first line of each of its files: for calls that have no sandbox.
 
     machine: what machine_facts() tells about one; {} if the prompts do not use it.
@@ -64,7 +66,7 @@ def situation(prompts, node, parents: list, limit: int, summary: str = "") -> st
     return prompts.fill("node", summary=summary, parents=shown, node=node, phase=phase)
 
 
-def summary(t) -> str:
+def tree_summary(t) -> str:
     """--scope global: the best three, the worst two and the last failures of a Tree; else ""."""
     nodes = t.finished
     if t.cfg.scope != "global" or not nodes:

@@ -139,7 +139,7 @@ def arg_max(scores: dict[str, float]) -> str:
     return max(scores, key=scores.get)
 
 
-def draw(rng, weights: dict[str, float]) -> str:
+def draw_weighted(rng, weights: dict[str, float]) -> str:
     return rng.choices(list(weights), list(weights.values()))[0]
 
 
@@ -287,10 +287,10 @@ def evolution(t, rng, drafts=5, crossover_prob=0.5, population=10):
     pool = heapq.nlargest(population, options, key=lambda node: node.improvement)
     q = quality(t)
     fitness = {node.id: math.exp(q(node)) for node in pool}
-    choice = Choice(draw(rng, fitness), scores=fitness, reason="drawn by exp(Q)")
+    choice = Choice(draw_weighted(rng, fitness), scores=fitness, reason="drawn by exp(Q)")
     others = {id: weight for id, weight in fitness.items() if id != choice.parent}
     if others and rng.random() < crossover_prob:
-        choice.second_parent = draw(rng, others)
+        choice.second_parent = draw_weighted(rng, others)
         choice.reason = "crossover, both drawn by exp(Q)"
     return choice
 

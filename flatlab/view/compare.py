@@ -62,19 +62,19 @@ def groups_of(runs: list[RunData]) -> dict[tuple[str, str], list[RunGroup]]:
     """
     compared = {}
     for run in sorted(runs, key=lambda run: (run.dir.parent, run.name)):
-        table = compared.setdefault((run.kind, run.task), [])
+        groups = compared.setdefault((run.kind, run.task), [])
         settings, seed = settings_of(run), run.config.get("seed")
-        same = [g for g in table if g.settings == settings and seed not in g.seeds]
+        same = [g for g in groups if g.settings == settings and seed not in g.seeds]
         if not same:
             same = [RunGroup(settings)]
-            table += same
+            groups += same
         same[-1].runs.append(run)
-    for table in compared.values():
-        frequency = Counter(pair for group in table for pair in group.settings.items())
-        for group in table:
+    for groups in compared.values():
+        frequency = Counter(pair for group in groups for pair in group.settings.items())
+        for group in groups:
             pairs = group.settings.items()
             group.own = {
-                key: value for key, value in pairs if frequency[key, value] <= len(table) / 2
+                key: value for key, value in pairs if frequency[key, value] <= len(groups) / 2
             }
     return compared
 
@@ -114,9 +114,9 @@ def comparisons(runs: list[RunData]) -> list[tuple[str, str, dict[str, list[dict
             sentence = answer(ranked)
             tables = {
                 "What differs": setting_rows(ranked),
-                "Difference": rows_of(ranked),
+                "Difference": difference_rows(ranked),
                 "Each run": [
-                    row_of(RunGroup(runs=[run])) for group in ranked for run in group.runs
+                    result_row(RunGroup(runs=[run])) for group in ranked for run in group.runs
                 ],
             }
         compared.append((f"{task}, {kind}", sentence, tables))
@@ -139,7 +139,7 @@ def answer(ranked: list[RunGroup]) -> str:
         values = " and ".join(plus_minus(group.value, None, "+") for group in ranked[:2])
         few = f"{counted(len(pairs), 'paired seed')}: too few for an interval"
         return f"{both} have the values {values}; {few}."
-    low, high = interval(pairs)
+    low, high = t_interval(pairs)
     verdict = f"{both} do not differ"
     if low > 0:
         verdict = f"{names[0]} is better than {names[1]}"
@@ -151,7 +151,7 @@ def answer(ranked: list[RunGroup]) -> str:
     )
 
 
-def interval(values: list[float]) -> tuple[float, float]:
+def t_interval(values: list[float]) -> tuple[float, float]:
     """The 95 % interval of the mean of these values by Student's t."""
     from scipy.stats import t
 
@@ -169,16 +169,18 @@ def setting_rows(groups: list[RunGroup]) -> list[dict]:
     ]
 
 
-def rows_of(ranked: list[RunGroup]) -> list[dict]:
+def difference_rows(ranked: list[RunGroup]) -> list[dict]:
     """A row per group of the same kind and task, with its difference to the first one."""
     best = ranked[0]
     return [
-        {"run": group.label, "runs": len(group.runs)} | difference(group, best) | row_of(group)
+        {"run": group.label, "runs": len(group.runs)}
+        | difference_columns(group, best)
+        | result_row(group)
         for group in ranked
     ]
 
 
-def row_of(group: RunGroup) -> dict:
+def result_row(group: RunGroup) -> dict:
     results = group.results
     what, *_ = results[0]["what"].split(" (")  # without its step or its id
     return {
@@ -193,7 +195,7 @@ def row_of(group: RunGroup) -> dict:
     }
 
 
-def difference(group: RunGroup, best: RunGroup) -> dict:
+def difference_columns(group: RunGroup, best: RunGroup) -> dict:
     """Columns about the difference of the values to those of the best group."""
     facts = dict.fromkeys(("difference", "95 % interval", "pairs"), "-")
     if group is best:
@@ -201,7 +203,7 @@ def difference(group: RunGroup, best: RunGroup) -> dict:
     pairs = paired(group, best)
     facts |= {"difference": mean_or_each(pairs), "pairs": len(pairs)}
     if len(pairs) >= FEW_SEEDS:
-        low, high = interval(pairs)
+        low, high = t_interval(pairs)
         facts["95 % interval"] = f"{low:+.4f} to {high:+.4f}"
     return facts
 

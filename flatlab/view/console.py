@@ -66,7 +66,7 @@ def farewell(run) -> None:
     if table := results.final_table(run.result):
         print(f"\n{table}")
     if run.rows():
-        outcome(run.dir)
+        print_outcome(run.dir)
     else:
         print(f"No step was made: there are no curves. Everything: {run.dir}")
 
@@ -95,14 +95,14 @@ def episode_made(episode, played: int, episodes: int, eta: float) -> None:
     )
 
 
-def outcome(*directories: Path) -> None:
+def print_outcome(*directories: Path) -> None:
     """Prints the outcome of one run in words, or the table of several; writes their pictures and
     page.
     """
     runs = [read_run(directory) for directory in directories]
     text = compare.table(runs)
     if len(runs) == 1:
-        text = " ".join(results.outcome(runs[0]))
+        text = " ".join(results.outcome_sentences(runs[0]))
     say(f"\n{text}\n")
     folder = page.write(runs)[-1].parent
     again = shlex.join(map(str, directories))
@@ -171,7 +171,7 @@ def round_line(row: dict) -> str:
     return "\n      ! ".join([numbers, *row["alarms"]])
 
 
-def report(trees: list, where: Path) -> None:
+def print_end(trees: list, where: Path) -> None:
     """Prints the outcome: of one search in words, of a grid as a table.
 
     where: directory of the run or grid.
@@ -180,7 +180,7 @@ def report(trees: list, where: Path) -> None:
     if where == first.run.dir:
         if first.best() is not first.root:
             say(f"\nstrategy of the best node: {first.best().idea or 'none'}")
-        outcome(where)
+        print_outcome(where)
         return
     runs = [read_run(t.run.dir) for t in trees]
     print(f"\n{compare.table(runs)}\n")  # viz.py draws the pictures of a grid; they take minutes

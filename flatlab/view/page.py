@@ -32,7 +32,7 @@ def draw(runs: list[RunData], folder: Path, format="png", keys=()) -> dict[Path,
     for (kind, task), groups in compared.items():
         ending = f"-{kind}-{task}"[:150].replace(" ", "+")
         for key in keys:
-            own = [group for group in groups if key in plots.numbers_of(group)]
+            own = [group for group in groups if key in plots.number_keys(group)]
             missing += [f"{group.label} ({key})" for group in groups if group not in own]
             if own:
                 name = f"plot-{key}" + ending * (len(compared) > 1)
@@ -43,7 +43,7 @@ def draw(runs: list[RunData], folder: Path, format="png", keys=()) -> dict[Path,
             if name == "curves" and kind == "search":
                 figures["tree"] = plots.draw_tree(*runs)
     if not figures:
-        known = sorted(plots.numbers_of(groups[0]))
+        known = sorted(plots.number_keys(groups[0]))
         raise UserError(f"No run has numbers '{keys[0]}'; the last one has {', '.join(known)}.")
     if missing:
         print(f"not drawn, because the rows lack the key: {', '.join(missing)}")

@@ -366,7 +366,7 @@ def new_figure(width: float, height: float):
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def numbers_of(group: RunGroup) -> set:
+def number_keys(group: RunGroup) -> set:
     """The keys of its rows that hold numbers."""
     import pandas
 
@@ -384,7 +384,7 @@ def draw_panels(groups: list[RunGroup], panels=()):
     window = window_of(runs[0].rounds or runs[0].rows)
     x += "s" if window == 1 else f"s (means over {window})"
     drawn = {"*nodes": draw_nodes, "*episodes": draw_episodes}
-    has = {*drawn, "value_mean"}.union(*map(numbers_of, groups))  # one panel at least
+    has = {*drawn, "value_mean"}.union(*map(number_keys, groups))  # one panel at least
     panels = panels or [keys for keys in PANELS[kind] if has & {*keys.split()}]
     columns = min(3, len(panels))
     # the last one takes what is left of its row

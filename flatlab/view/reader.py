@@ -176,13 +176,13 @@ def transcripts_of(run: RunData) -> Callable:
         while above and not above["kept"]:
             above = rows.get(above["parent"])
         if above:
-            texts = texts | {"diff": difference(texts_of(above)["code"], texts["code"])}
+            texts = texts | {"diff": code_diff(texts_of(above)["code"], texts["code"])}
         return texts
 
     return transcript
 
 
-def about(row: dict, transcript: dict) -> dict:
+def facts_above(row: dict, transcript: dict) -> dict:
     """The facts above the turns of an episode or node that it has: name -> text or number."""
     names = "outcome score test_score status task seed op sampling_mode parent second_parent"
     facts = {name: row.get(name) for name in names.split()}
@@ -192,7 +192,7 @@ def about(row: dict, transcript: dict) -> dict:
     return {name: fact for name, fact in facts.items() if fact not in (None, "")}
 
 
-def difference(old: dict, new: dict) -> str:
+def code_diff(old: dict, new: dict) -> str:
     """A unified diff of the files in `new` against the files of the same name in `old`."""
     lines = []
     for name, text in new.items():

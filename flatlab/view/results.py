@@ -104,7 +104,7 @@ def heading(run: RunData) -> str:
     return f"{run.name}: {', '.join([run.task, *facts, end])}"
 
 
-def outcome(run: RunData) -> list[str]:
+def outcome_sentences(run: RunData) -> list[str]:
     """Sentences: the answer of the run, what has which value, failures, status, and notes."""
     if run.kind == "imitation":
         loss = plus_minus(run.rows[-1]["loss"], None)

@@ -156,8 +156,9 @@ class Episode:
 
         scores: of its gradings, in their order. advantage: mean over its trained replies.
         """
-        names = [field.name for field in fields(self) if field.name not in self.UNSAVED]
-        row = {name: getattr(self, name) for name in names if name not in self.TEXTS}
+        left_out = {*self.UNSAVED, *self.TEXTS}
+        names = [column.name for column in fields(self) if column.name not in left_out]
+        row = {name: getattr(self, name) for name in names}
         credits = [turn["advantage"] for turn in self.turns if "advantage" in turn]
         trained = [advantage for advantage in credits if advantage is not None]
         return row | {
@@ -305,7 +306,7 @@ async def in_thread(function, *args):
     return await asyncio.get_running_loop().run_in_executor(THREADS, invoke, function, *args)
 
 
-async def start(
+async def begin_episode(
     env, policy, episode: Episode, options: EpisodeOptions, history: Callable = History
 ) -> History:
     """Opens the sandbox if it is not open, and writes the first messages.
@@ -459,7 +460,7 @@ async def run_episode(
     begin = time.monotonic()
     tested = score_test and not env.task.exact
     try:
-        read = await start(env, policy, episode, options, history)
+        read = await begin_episode(env, policy, episode, options, history)
         status = await play(env, policy, episode, options, read)
         score = await in_thread(env.score)
         if tested:

@@ -23,7 +23,7 @@ from flatlab.options import DERIVED, EpisodeOptions, ModelOptions, SandboxOption
 from flatlab.task.grading import Score
 from flatlab.task.machine import resolve_backend
 from flatlab.task.value import judged
-from flatlab.world.episode import Episode, play, start
+from flatlab.world.episode import Episode, begin_episode, play
 from tasks import load_task
 
 __all__ = ["FlatlabEnv", "FlatlabHarness", "FlatlabTaskset"]
@@ -151,7 +151,7 @@ class FlatlabHarness(vf.Harness[FlatlabHarnessConfig]):
             sandbox = await in_thread(resolve_backend, task, options.sandbox)
             trace.state.world = world = Env(task, sandbox, seed, data.system_prompt or "")
             episode = Episode(data.task, seed)
-            history = await start(world, policy, episode, limits)
+            history = await begin_episode(world, policy, episode, limits)
             trace.info["status"] = await play(world, policy, episode, limits, history)
         except SandboxFault as fault:
             await crash_score(world, fault)
