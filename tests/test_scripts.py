@@ -1,6 +1,5 @@
 """sft.py, evaluate.py and examples/ppo.py. What they share with grpo.py is tested there."""
 
-import json
 import shutil
 import signal
 from dataclasses import replace
@@ -10,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import env
 import evaluate
 import grpo
 import helpers
@@ -30,12 +30,12 @@ from flatlab.train.job import TrainingRun
 from flatlab.view import plots
 from flatlab.view.reader import read_run
 from flatlab.view.results import why_none
-from flatlab.world import prompts
 from flatlab.world.episode import Episode, History, Segment
 from helpers import (
     MADE_BY,
     PROJECT,
     FakePolicy,
+    attempts_of,
     block,
     chat_server,
     completion,
@@ -60,20 +60,22 @@ SFT = configure(
 )
 
 
-def transcript(value, *replies, **more):
+def talk(value, *replies, **more):
     """An episode. replies: turns, or their texts."""
     turns = [turn(x) if isinstance(x, str) else x for x in replies]
-    return helpers.episode(value) | {"prompt": "Do it.", "turns": turns} | more
+    return helpers.episode(value, prompt="Do it.", turns=turns, **more)
 
 
 @pytest.fixture
-def stored(tmp_path):
-    """stored(*transcripts, file) -> the run directory that holds them."""
+def stored(tmp_path, quick_provenance):
+    """stored(*episodes) -> the folder of the run that holds them."""
 
-    def stored(*episodes, file="a/episodes/000000.jsonl"):
-        path = tmp_path / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(e) + "\n" for e in episodes))
+    def stored(*episodes, when="0", name="a"):
+        run = store.open_run(tmp_path / name, {}, MADE_BY)
+        for number, episode in enumerate(episodes):
+            episode.id, episode.when = f"{when}/{number}", when
+        run.save_episodes(when, episodes)
+        run.lock.close()
         return str(tmp_path / "a")
 
     return stored
@@ -87,36 +89,35 @@ def chosen_replies(where, share):
 
 def test_the_best_different_valid_episodes_that_beat_the_baseline(stored):
     where = stored(
-        transcript(0.70, "b"),
-        transcript(0.78, "a"),
-        transcript(0.78, "a"),
-        transcript(0.5, "worse"),
-        transcript(None, "nothing"),
-        transcript(0.79, "x", task="other"),
-        transcript(0.75, "c"),
-        transcript(0.74, "d"),
-        transcript(None, "e", status="fault"),
+        talk(0.70, "b"),
+        talk(0.78, "a"),
+        talk(0.78, "a"),
+        talk(0.5, "worse"),
+        talk(None, "nothing"),
+        talk(0.79, "x", task="other"),
+        talk(0.75, "c"),
+        talk(0.74, "d"),
+        talk(None, "e", status="fault"),
     )
     # the seeds of evaluations select and compare adapters
-    stored(transcript(0.79, "judged"), file="a/episodes/eval-000009.jsonl")
+    stored(talk(0.79, "judged"), when="eval-9")
     assert chosen_replies(where, 1.0) == ["a", "c", "d", "b"]
     assert chosen_replies(where, 0.5) == ["a", "c"]
-    node = transcript(0.79, "a node of a search", node="0.1")
-    stored(node, file="a/tail-0/episodes/000001.jsonl")
+    stored(talk(0.79, "a node of a search"), name="a/tail-0")
     assert chosen_replies(where, 0.01) == ["a node of a search"]
 
 
 @pytest.fixture
 def imitate(policy, tmp_path, quick_provenance):
-    """imitate(name, *transcripts) -> the rows of a run of sft.imitate, from a fresh adapter."""
+    """imitate(name, *episodes) -> the rows of a run of sft.imitate, from a fresh adapter."""
     begin = weights_of(policy)
 
-    def imitate(name, *transcripts):
+    def imitate(name, *episodes):
         for p, values in zip(policy.parameters(), begin):
             p.data.copy_(values)
         run = store.open_run(tmp_path / name, {}, MADE_BY)
         try:
-            sft.imitate(policy, transcripts, SFT, run)
+            sft.imitate(policy, [episode.transcript() for episode in episodes], SFT, run)
         finally:
             run.lock.close()
         return run.rows()
@@ -128,15 +129,15 @@ def test_nothing_to_imitate_is_one_sentence(policy, stored, imitate, monkeypatch
     with user_error("--runs: there is no run directory nowhere"):
         chosen_replies("nowhere", 0.5)
     with user_error("--runs: no episode of titanic in .*a beats the baseline"):
-        chosen_replies(stored(transcript(0.5, "a")), 0.5)
+        chosen_replies(stored(talk(0.5, "a")), 0.5)
     monkeypatch.setattr(policy, "context", 8)
     with user_error("--runs: no episode fits into --context 8"):
-        imitate("b", transcript(0.78, "a"))
+        imitate("b", talk(0.78, "a"))
 
 
 def test_the_episodes_that_are_imitated_are_those_of_the_start(stored, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    cfg = configure(SFT, name="x", runs=(stored(transcript(0.78, "a")),))
+    cfg = configure(SFT, name="x", runs=(stored(talk(0.78, "a")),))
 
     def prepare():
         return sft.prepare(cfg, resolve_model("tiny"), [TASK])[0]
@@ -145,7 +146,7 @@ def test_the_episodes_that_are_imitated_are_those_of_the_start(stored, tmp_path,
     run.log({"step": 0})
     (run.dir / "checkpoints/000000").mkdir()
     run.lock.close()
-    stored(transcript(0.79, "b"))
+    stored(talk(0.79, "b"), when="1")
     with user_error("x/result.json names other episodes .*choose another --name"):
         prepare()
     (run.dir / "result.json").unlink()
@@ -162,7 +163,7 @@ def test_only_replies_that_were_complete_and_run_are_imitated(policy):
         turn("too slow", status="timeout"),
         turn("last", "four"),
     ]
-    [piece] = sft.sequences_from(transcript(0.78, *turns), policy, SFT)
+    [piece] = sft.sequences_from(talk(0.78, *turns).transcript(), policy, SFT)
     sizes = [len(policy.encode(t["reply"])) + (t["stop_reason"] == "stop") for t in turns]
     wanted = zip([1.0, 0.0, 1.0, 0.0, 0.0, 1.0], sizes)
     assert piece.advantage == sum(([number] * size for number, size in wanted), [])
@@ -183,22 +184,22 @@ def test_a_small_limit_of_observations_holds(policy):
 
 def test_an_episode_that_does_not_fit_is_cut(policy):
     turns = [turn(c * 700, "o" * 50) for c in "abcd"]
-    [piece] = sft.sequences_from(transcript(0.78, *turns), policy, SFT)
+    [piece] = sft.sequences_from(talk(0.78, *turns).transcript(), policy, SFT)
     assert len(piece.tokens) <= policy.context
     assert len(piece.old) == 2 * 701
 
 
 def test_imitation_raises_the_probability_of_the_replies(policy, imitate, tmp_path):
     first = turn("```bash\npython3 best.py\n```", "ok")
-    transcripts = [transcript(0.78, first, f"submit {i}") for i in range(12)]
-    [piece] = sft.sequences_from(transcript(0.78, first), policy, SFT)
+    episodes = [talk(0.78, first, f"submit {i}") for i in range(12)]
+    [piece] = sft.sequences_from(talk(0.78, first).transcript(), policy, SFT)
 
     def mean_logprob():
         with torch.no_grad():
             return policy.logprobs([(piece.tokens, piece.mask)])[0].mean()
 
     before = mean_logprob()
-    imitate("whole", *transcripts)
+    imitate("whole", *episodes)
     assert mean_logprob() > before + 0.1
     weights = weights_of(policy)
     policy.load_adapter(tmp_path / "whole/best")
@@ -249,17 +250,19 @@ def played(monkeypatch):
     """
     tries = SimpleNamespace(numbers=[], engines=[], broken=[], interrupted=None)
 
-    async def run_episode(world, policy, options, seed, score_test):
+    async def run_episode(world, policy, options, score_test):
         if len(tries.numbers) == tries.interrupted:
             signal.raise_signal(signal.SIGINT)
-        number = seed - evaluate.FIRST_SEED
+        number = world.seed - evaluate.FIRST_SEED
         tries.numbers.append(number)
+        episode = Episode(world.task.name, world.seed)
+        score, test = valid(0.7 + number / 100, world.task), valid(0.6, world.task)
         if number in tries.broken:
             tries.broken.remove(number)
-            return Episode(world.task.name, seed, status="fault", fault="the container died")
-        validation, test = valid(0.7 + number / 100, world.task), valid(0.6, world.task)
-        test = replace(test, position=0.25)
-        return Episode(world.task.name, seed, score=validation, test_score=test)
+            episode.status, episode.fault = "fault", "the container died"
+            score = test = None
+        episode.judge(world.task, score, test and replace(test, position=0.25))
+        return episode
 
     monkeypatch.setattr(evaluate, "run_episode", run_episode)
     engine = SimpleNamespace(encode=str.split, context=2048)
@@ -329,7 +332,7 @@ def test_three_faults_in_a_row_stop_the_evaluation(here, played):
 
 def test_several_tasks_take_turns(here, played):
     here("--task titanic battleOfSexes --name a --episodes 4")
-    names = [read_rows(f"logs/a/episodes/{i:06d}.jsonl")[0]["task"] for i in range(4)]
+    names = [row["task"] for row in store.read_episodes(Path("logs/a"))]
     assert names == ["titanic", "battleOfSexes"] * 2
     result = result_of()
     assert (result["titanic.valid_share"], result["battleOfSexes.valid_share"]) == (1, 1)
@@ -380,7 +383,7 @@ def test_a_context_is_checked_before_the_engine_starts(script, tmp_path, monkeyp
 def test_a_task_whose_first_message_is_too_long_is_left_out_of_a_suite(here, played, monkeypatch):
     Path("suite.yaml").write_text("settings: {task: [titanic, digits], attempts: 2}\n")
     long = "too long " * 1000
-    real = prompts.first_messages
+    real = env.first_messages
 
     def first_messages(world, options, facts, policy):
         if world.task.name == "titanic":
@@ -388,7 +391,7 @@ def test_a_task_whose_first_message_is_too_long_is_left_out_of_a_suite(here, pla
             facts |= {"task": world.task}
         return real(world, options, facts, policy)
 
-    monkeypatch.setattr(prompts, "first_messages", first_messages)
+    monkeypatch.setattr(env, "first_messages", first_messages)
     code, out, _ = here("--suite suite.yaml --name a")
     assert code == 0
     assert "left out titanic: The first message of task titanic has" in out
@@ -452,10 +455,10 @@ def test_what_an_endpoint_refuses_is_told_and_a_password_is_not(here, monkeypatc
             said.append(err)
     assert "lower --context or --max-reply-tokens. It said: 400" in said[0]
     assert "maximum context length is 512" in result_of("a")["status"]
-    [row] = read_rows("logs/b/episodes/000000.jsonl")
+    [row] = attempts_of("logs/b", "0")
     assert row["status"] == "context_limit"
     assert "maximum context length is 512" in row["refusal"]
-    [row] = read_rows("logs/c/episodes/000000.jsonl")
+    [row] = attempts_of("logs/c", "0")
     assert "--max-reply-tokens" in row["turns"][0]["observation"]
 
 
@@ -483,17 +486,16 @@ def test_an_endpoint_is_evaluated(here):
 @pytest.mark.slow
 def test_kill_9_in_an_evaluation_and_the_same_command_again(tmp_path, tiny_model):
     flags = "--task titanic --backend local --name a --episodes 12 --concurrency 2"
-    folder = tmp_path / "logs/a/episodes"
-    stored = lambda: sorted(folder.glob("0*.jsonl"))  # noqa: E731
-    before = {}  # with the time that an episode took
+    before = []  # rows, with the time that an episode took
 
     def is_far():
-        before.update((file, file.read_bytes()) for file in stored())
+        before[:] = store.read_episodes(tmp_path / "logs/a")
         return len(before) > 2
 
     killed_and_continued(tmp_path, is_far, "evaluate.py", flags)
-    assert all(file.read_bytes() == text for file, text in before.items())
-    assert len({row["seed"] for file in stored() for row in read_rows(file)}) == 12
+    rows = store.read_episodes(tmp_path / "logs/a")
+    assert rows[: len(before)] == before
+    assert len(rows) == len({row["seed"] for row in rows}) == 12
     assert not list(tmp_path.rglob(".tmp-*"))
 
 
@@ -512,8 +514,8 @@ def test_ppo_whitens_its_advantages_and_sets_targets():
     """Also in a group with equal rewards."""
     reply = [-1, 0, 0, -1, 1]
     segments = [Segment([5, 6, 7, 8, 9], reply, [0.0] * 5, [0] * 5)]
-    episodes = [Episode("titanic", i, segments=segments, turns=[{}, {}]) for i in range(2)]
-    group = Group(0, TASK, episodes, [1.0, 1.0])
+    more = {"segments": segments, "turns": [{}, {}], "reward": 1.0}
+    group = Group(0, TASK, [Episode("titanic", i, **more) for i in range(2)])
     values = torch.tensor([0.1, 0.2, 0.3])
     hidden_states = lambda pairs: (values.repeat(len(pairs)), None)  # noqa: E731
     passes = {"micro_tokens": 100, "pass_tokens": row_tokens, "hidden_states": hidden_states}

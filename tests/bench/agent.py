@@ -312,8 +312,8 @@ def run_ours(model, rounds, turns, tokens, variant):
 
         sandbox = True
 
-        def __init__(self, task, *_):
-            self.task = task
+        def __init__(self, task, _, seed):
+            self.task, self.seed = task, seed
             self.left = list(work.waits[next(work.numbers) % len(work.waits)])
 
         def step(self, reply, timeout, act):

@@ -94,6 +94,7 @@ async def play_variant(policy, slots, name, variant, file, args):
     """Episodes whose sandbox broke are left out."""
     import env
     from flatlab.options import EpisodeOptions
+    from flatlab.runs.store import json_line
     from flatlab.world.actions import act_bash
     from flatlab.world.episode import play, run_episode
     from tasks import load_task
@@ -116,11 +117,11 @@ async def play_variant(policy, slots, name, variant, file, args):
 
     async def one(seed):
         async with slots, env.Env(task, "local", seed) as world:
-            return await run_episode(world, policy, options, seed, play=loop)
+            return await run_episode(world, policy, options, play=loop)
 
     episodes = await asyncio.gather(*map(one, seeds))
-    rows = [json.dumps(episode.to_dict()) + "\n" for episode in episodes if episode.score]
-    file.write_text("".join(rows))
+    played = [episode for episode in episodes if episode.status != "fault"]
+    file.write_text("".join(json_line(e.row() | e.transcript()) for e in played))
 
 
 def act_program(env, reply, timeout):
@@ -139,7 +140,7 @@ def act_program(env, reply, timeout):
 
 def described(episodes):
     """The share of valid episodes with its standard error, and what became of the replies."""
-    valid = [float(e["score"]["valid"]) for e in episodes]
+    valid = [float(e["outcome"] == "valid") for e in episodes]
     error = statistics.stdev(valid) / len(valid) ** 0.5
     turns = [turn for e in episodes for turn in e["turns"]]
     ends = Counter(kind(turn) for turn in turns)

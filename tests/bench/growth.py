@@ -78,6 +78,7 @@ def fake_turn(rng, words):
         "reply": words,
         "action": words[:100],
         "observation": words,
+        "note": "",
         "status": "ok",
         "score": None,
         "stop_reason": "stop",
@@ -108,20 +109,19 @@ async def fake_play(t, node, parents):
     """An episode without a sandbox. A third of the nodes fail, the others change their parent's
     score a little."""
     from flatlab.task.grading import Score
-    from flatlab.world.episode import Episode
 
     rng = random.Random(node.seed)
     for _ in range(rng.randrange(20)):  # so that nodes end in another order than they started
         await asyncio.sleep(0)
     node.tokens += 100
-    turns = [fake_turn(rng, 40) for _ in range(TURNS)]
+    node.turns = [fake_turn(rng, 40) for _ in range(TURNS)]
+    node.status = "submit"
     score = Score(None, t.task.metric, "validation", False, "no submission")
     if rng.random() > 0.3:
-        parent = t.nearest_kept(node.parent)
-        value = parent.score if parent.valid else t.task.baseline
-        score = replace(score, value=value + rng.gauss(0, 0.01), valid=True, message="")
-    episode = Episode(t.task.name, node.seed, status="submit", turns=turns, score=score)
-    return episode, b"\0" * 10240 + b"{}"  # an empty tar and its notes
+        value = t.nearest_kept(node.parent).score + rng.gauss(0, 0.01)
+        score = replace(score, value=value, valid=True, message="")
+    node.judge(t.task, score)
+    return b"\0" * 10240 + b"{}"  # an empty tar and its notes
 
 
 class NoSandbox(contextlib.nullcontext):
@@ -202,25 +202,24 @@ class FakeTrainer:
 
 def fake_groups(task, seed):
     """The groups of a step."""
-    from flatlab.runs.store import packed_tokens
     from flatlab.task.grading import Score
     from flatlab.train.batch import Group, gather_groups
     from flatlab.train.job import TrainingRun
-    from flatlab.world.episode import Episode, Segment
+    from flatlab.world.episode import Episode, Segment, packed_tokens
 
     rng = random.Random(seed)
     groups = []
     for number in range(GROUPS):
         episodes = []
         for _ in range(GROUP):
-            value = rng.gauss(0.7, 0.05)
-            score = Score(value, task.metric, "validation", True, "")
-            turns = [fake_turn(rng, 10) for _ in range(TURNS)]
-            segments = [Segment([1] * 500, [-1] * 100 + [0] * 400, [0.0] * 500, [0] * 500)]
-            episode = Episode(task.name, seed, status="submit", score=score, turns=turns)
-            packed = packed_tokens(segments)
-            episodes.append(replace(episode, segments=segments, packed=packed))
-        groups.append(Group(number, task, episodes, [e.score.value for e in episodes]))
+            episode = Episode(task.name, seed, status="submit")
+            episode.judge(task, Score(rng.gauss(0.7, 0.05), task.metric, "validation", True, ""))
+            episode.reward = episode.improvement
+            episode.turns = [fake_turn(rng, 10) for _ in range(TURNS)]
+            episode.segments = [Segment([1] * 500, [-1] * 100 + [0] * 400, [0.0] * 500, [0] * 500)]
+            episode.packed = packed_tokens(episode.segments)
+            episodes.append(episode)
+        groups.append(Group(number, task, episodes))
     return gather_groups(groups, TrainingRun())
 
 
@@ -268,7 +267,7 @@ def training(steps):
             kb=(marks[high] - marks[low]) / (high - low) / (GROUPS * GROUP) / 1000,
             viz=viz,
             page=(run / "report.html").stat().st_size,
-            disk=sum(path.stat().st_size for path in (run / "episodes").glob("*.jsonl")),
+            disk=sum(path.stat().st_size for path in (run / "transcripts").glob("*.jsonl")),
         )
 
 
@@ -280,8 +279,8 @@ def books(trainer, job, rows, groups, task, step):
     row = {"step": step, **metrics.step_metrics(groups, [task]), "lr": 1e-5, "loss": 0.1}
     job.step = step + 1
     if job.step % 10 == 0:
-        checkpoint.save_groups(job.run, f"eval-{step:06d}", groups)
-        result = metrics.evaluation(groups, [task])
+        checkpoint.save_groups(job.run, f"eval-{step}", groups)
+        result = metrics.evaluation(metrics.episode_rows(groups), [task])
         row |= metrics.evaluation_columns(result)
         checkpoint.keep_best(trainer, job, result | {"step": step})
     row["alarms"] = metrics.alarms(row, rows)

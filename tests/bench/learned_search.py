@@ -28,7 +28,7 @@ def best_scores(task, arm, seed):
     script, *command = f"{ARMS[arm]} {flags} {TASKS[task]}".split()
     subprocess.run([sys.executable, PROJECT / script, *command], check=True)
     run = read_run(f"logs/{name}")
-    return plots.so_far(run)[1:].map(lambda value: score_at(value, run))
+    return plots.valid_values(run).cummax().ffill()[1:].map(lambda value: score_at(value, run))
 
 
 def learned_search(args):

@@ -61,16 +61,12 @@ async def play_and_look(env, policy, episode, options, history):
     return status
 
 
-def rewards_of(group, cfg):
-    """One reward per episode that is not a fault."""
-    rewards = []
-    for episode, improvement in zip(group.played, group.improvements()):
-        seen = episode.turns[-1]["signs"] if episode.turns else ()
-        reward = -2 + SIGN * len(seen)
-        if improvement is not None:
-            reward = grpo.continuous(improvement, episode)
-        rewards.append(reward)
-    return rewards
+def reward_of(episode, cfg):
+    """The reward of an episode that is not a fault."""
+    if episode.valid:
+        return grpo.continuous(episode)
+    seen = episode.turns[-1]["signs"] if episode.turns else ()
+    return -2 + SIGN * len(seen)
 
 
 def is_stuck(rows):
@@ -79,6 +75,6 @@ def is_stuck(rows):
 
 
 if __name__ == "__main__":
-    grpo.rewards_of = rewards_of
+    grpo.reward_of = reward_of
     grpo.metrics.is_stuck = is_stuck
     one_sentence(lambda: grpo.main(train=partial(grpo.train, play=play_and_look)))

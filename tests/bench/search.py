@@ -22,7 +22,9 @@ import numpy as np
 
 from bench.measure import ENVIRONMENT, PROJECT
 from flatlab.numbers import duration, value_text
+from flatlab.runs.store import transcript_reader
 from flatlab.tree.requests import same
+from flatlab.view.reader import read_run
 
 START = ("none", "bfs")
 MODES = [(mode, "bfs") for mode in ("sequence", "uniform", "tail", "local")]
@@ -133,7 +135,7 @@ async def grow_some(cfgs, model, policy, jobs):
         seconds = time.monotonic() - begin
         print(
             f"{done}/{len(cfgs)} {cfg.name}: value {result['value']:+.4f}, {result['nodes']} nodes,"
-            f" {result['failed']} failed, {result['tokens']} tokens, {duration(seconds)},"
+            f" {result['tokens']} tokens, {duration(seconds)},"
             f" ETA {duration(seconds / done * (len(cfgs) - done))}",
             file=sys.stderr,
             flush=True,
@@ -179,23 +181,24 @@ def table_of(models, cells, seeds):
 
 def tree_row(name):
     """Numbers of a tree. Its strategies are those that its nodes name first in their replies."""
-    result = result_of(name)
-    folder = Path("logs", name)
+    run = read_run(f"logs/{name}")
+    transcript_of = transcript_reader(run.dir)
     strategies, timeouts = set(), 0
-    for path in folder.glob("episodes/*.jsonl"):
-        for line in path.read_text().splitlines():
-            turns = json.loads(line)["turns"]
-            said = re.search(r"^Strategy: (.*)", "\n".join(t["reply"] for t in turns), re.MULTILINE)
-            strategies |= {same(said[1])} if said else set()
-            timeouts += sum(turn["status"] == "timeout" for turn in turns)
+    for row in run.rows:
+        turns = transcript_of(row)["turns"]
+        said = re.search(r"^Strategy: (.*)", "\n".join(t["reply"] for t in turns), re.MULTILINE)
+        strategies |= {same(said[1])} if said else set()
+        timeouts += sum(turn["status"] == "timeout" for turn in turns)
+    outcomes = [row["outcome"] for row in run.rows]
+    faults = outcomes.count("fault")
     return {
-        "value": result["value"],
-        "failed": result["failed"] / max(1, result["nodes"] - result["faults"]),
+        "value": run.result["value"],
+        "failed": outcomes.count("failed") / max(1, len(outcomes) - faults),
         "strategies": len(strategies),
-        "tokens": result["tokens"],
-        "nodes": result["nodes"],
-        "faults": result["faults"],
-        "without": result["without_strategy"],
+        "tokens": run.result["tokens"],
+        "nodes": len(outcomes),
+        "faults": faults,
+        "without": sum("asked" in row["decision"] for row in run.rows),
         "timeouts": timeouts,
     }
 
