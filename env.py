@@ -171,7 +171,9 @@ class Env(AbstractContextManager, AbstractAsyncContextManager):
         try:
             artefacts = read_artefacts(self.task, self.sandbox, self.given)
         except ArtefactError as error:
-            return Score(None, self.task.metric, split, False, f"no submission, {error}")
+            return Score(
+                None, self.task.metric, split, False, f"no submission, {readable(str(error))}"
+            )
         return grade(self.task, artefacts, split, self.make_sandbox)
 
     def crash_score(self, fault: SandboxFault, split: str | None = None) -> Score | None:

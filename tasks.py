@@ -14,7 +14,6 @@ from pathlib import Path
 
 from flatlab.errors import UnknownTask, UserError
 from flatlab.files import content_key, remember
-from flatlab.numbers import plus_minus
 from flatlab.options import SandboxOptions
 from flatlab.task.builtin import builtin_names, load_builtin, nearest
 from flatlab.task.definition import TASKS_DIR, Task
@@ -23,7 +22,7 @@ from flatlab.task.machine import open_sandbox, resolve_backend
 from flatlab.task.mledojo import load_mledojo, mledojo_names
 from flatlab.task.mlgym import load_mlgym, mlgym_names
 from flatlab.task.sanity import check_grader, degenerate, sanity_file, trivial_rules
-from flatlab.task.value import improvement, value_of
+from flatlab.task.value import improvement, score_text, value_of
 from flatlab.view.columns import aligned
 
 AT_THE_TOP = 0.98  # improvement of a trivial rule that leaves no room above it
@@ -81,7 +80,7 @@ def print_row(task: Task, name: str, score: float | None, note: str = "") -> Non
     numbers = f"{'-':>12}"
     if score is not None:
         reached = improvement(score, task)
-        numbers = f"{score:12.4f}{reached:13.2f}{value_of(reached):8.2f}"
+        numbers = f"{score_text(score, task):>12}{reached:z13.2f}{value_of(reached):z8.2f}"
     print(f"{name:32}{numbers:33}  {note}".rstrip())
 
 
@@ -111,7 +110,7 @@ def check(task: Task, options: SandboxOptions) -> None:
             errors[abs(score.value - task.baseline)] = score.stderr or 0.0
             at_the_top = improvement(score.value, task) >= AT_THE_TOP
             if at_the_top and task.reference is not None and not reason:
-                reason = f"the rule {rule!r} scores {score.value:.4g}"
+                reason = f"the rule {rule!r} scores {score_text(score.value, task)}"
     remember(sanity_file(task), {"degenerate": reason})
     if reason := degenerate(task):
         verdict = f"degenerate: {reason}"
@@ -120,9 +119,9 @@ def check(task: Task, options: SandboxOptions) -> None:
         error = errors[min(errors)]
         if abs(task.reference - task.baseline) <= 2 * error:
             print(
-                f"warning  The reference {task.reference:g} is within two standard errors "
-                f"({error:.2g} each) of the baseline {task.baseline:g}: an improvement of 1 can be "
-                "chance."
+                f"warning  The reference {score_text(task.reference, task)} is within two standard "
+                f"errors ({error:.2g} each) of the baseline {score_text(task.baseline, task)}: an "
+                "improvement of 1 can be chance."
             )
     hidden = {content_key(file): path for path, file in task.hidden.items() if file.stat().st_size}
     for path, file in task.public.items():
@@ -143,8 +142,9 @@ def task_table() -> str:
             continue
         row["metric"] = task.metric
         row["better"] = task.direction.split()[0]
-        row["baseline"] = plus_minus(task.baseline, None)
-        row["reference"] = plus_minus(task.reference, None)
+        row["baseline"] = score_text(task.baseline, task)
+        if task.reference is not None:
+            row["reference"] = score_text(task.reference, task)
         row["exact"] = "yes" if task.exact else "no"
         row["from"] = task.source
         row["what is asked"] = " ".join(task.prompt.split()).partition(". ")[0]

@@ -41,7 +41,7 @@ from flatlab.view.reader import (
     find_runs,
     folder_of,
     observed,
-    score_text,
+    score_or_outcome,
     transcripts_of,
 )
 from flatlab.view.results import final_rows, heading, outcome_sentences, run_tables, step_rows
@@ -67,7 +67,7 @@ class Options:
 def show(run: RunData, row: dict) -> str:
     """One transcript: the programs of a node, then all that the agent read and said."""
     item = transcripts_of(run)(row)
-    lines = [f"{row['id']}  {score_text(row)}"]
+    lines = [f"{row['id']}  {score_or_outcome(row)}"]
     for name, fact in facts_above(row, item).items():
         lines.append(f"{name:14} {f'{fact:.6g}' if isinstance(fact, float) else fact}")
     for name, text in item.get("code", {}).items():

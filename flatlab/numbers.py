@@ -39,8 +39,8 @@ def plus_minus(mean: float | None, error: float | None, sign: str = "", digits: 
     """A mean with its error: '0.7512 ± 0.0101'; "-" without a mean."""
     if mean is None:
         return "-"
-    text = f"{mean:{sign}.{digits}f}"
-    return text if error is None else f"{text} ± {error:.4f}"
+    text = f"{mean:{sign}z.{digits}f}"
+    return text if error is None else f"{text} ± {error:.{digits}f}"
 
 
 def duration(seconds: float) -> str:

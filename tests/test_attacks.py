@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import cache
 from textwrap import indent
 
+import grade_csv
 import pytest
 
 from backends import ISOLATED
@@ -25,7 +26,9 @@ from env import Env
 from flatlab.files import read_mapping
 from flatlab.task.builtin import builtin_names, load_builtin
 from flatlab.task.definition import PROXY, TASKS_DIR, last_json_object, parse_grade
+from flatlab.task.grading import Score
 from flatlab.task.sanity import trivial_rules
+from flatlab.world.actions import score_sentence
 from helpers import LARGE, WRONG, FakePolicy, block, copy_of, play_once, run_csv_grader, slow
 from tasks import load_task
 
@@ -525,6 +528,62 @@ def test_any_text_is_a_legal_class_in_any_order_if_the_task_names_none(table, tm
 
 
 # ---- what an agent reads
+
+
+# Odd bytes in place of an artefact, each a function of an honest one
+ODD = {
+    "UTF-16": lambda good: good.decode().encode("utf-16"),
+    "UTF-32": lambda good: good.decode().encode("utf-32"),
+    "UTF-16 without its mark": lambda good: good.decode().encode("utf-16-le"),
+    "UTF-8 with a mark": lambda good: b"\xef\xbb\xbf" + good,
+    "a byte that is no text": lambda good: good + b"\xff",
+    "NULs": lambda good: bytes(100) + good,
+    "half a character": lambda _: b'["\\ud800"]',
+    "half a character as a key": lambda _: b'{"\\udfff": "\\ud800"}',
+    "lists in lists": lambda _: b"[" * 100_000,
+    "a number of 5,000 digits": lambda _: b"[" + b"9" * 5000 + b"]",
+    "escape sequences": lambda good: b"\x1b]0;title\x07\x1b[31m\r\b" + good,
+    "nothing": lambda _: b"",
+}
+EASY = ["titanic", "erdosOverlap", "battleOfSexes"]
+OTHERS = sorted({*builtin_names(TASKS_DIR)} - {*EASY})
+
+
+@attack("odd bytes in an artefact, which may stop no run")
+@pytest.mark.parametrize("name", [*EASY, *map(slow, OTHERS)])
+def test_no_bytes_in_an_artefact_raise(name, backend):
+    """The honest artefact is above the reference, so an exact one is kept as text."""
+    task = load_task(name)
+    [path] = task.artefacts
+    _, artefacts = next(trivial_rules(task))
+    with Env(task, backend) as world:
+        world.reset()
+        world.sandbox.put(artefacts)
+        honest = world.score().value
+        sign = 1 if task.higher_is_better else -1
+        world.task = replace(task, baseline=honest - 2 * sign, reference=honest - sign)
+        for what, change in ODD.items():
+            world.sandbox.put({path: change(artefacts[path])})
+            step = world.step(block("validate"))
+            assert step.status == "invalid" or step.score.value <= honest, what
+            assert "\x1b" not in step.score.message, what
+            (step.observation + step.score.message + step.score.record).encode()
+        takes_all = ("python3", "-c", f"print('{{\"{task.metric}\": {honest}}}')")
+        world.task = replace(world.task, grader=takes_all)
+        world.sandbox.put({path: ODD["UTF-16"](artefacts[path])})
+        assert world.step(block("validate")).status == "validate"
+
+
+@attack("four validations that tell a hidden label, through the digits of a score")
+@pytest.mark.parametrize("metric", ["r2", "rmse"])
+@pytest.mark.parametrize("guess", [1e6, -1e6])
+def test_what_validate_shows_tells_no_label(metric, guess):
+    """One prediction far off makes nearly all of the error, so that the digits are its answer."""
+    task = replace(load_task("diabetes"), metric=metric)
+    value = grade_csv.METRICS[metric][0]([*range(100, 200), 202], [*[150.0] * 100, guess])
+    shown = score_sentence(Score(value, metric, "validation", True, ""), task).split()[2]
+    assert float(shown) == pytest.approx(value, rel=1e-3)
+    assert len(shown.strip("-0").replace(".", "")) <= 4
 
 
 def secrets(task):

@@ -34,7 +34,7 @@ from flatlab.task.definition import TASKS_DIR, Task, last_json_object, parse_gra
 from flatlab.task.machine import open_sandbox
 from flatlab.task.mlgym import mlgym_names
 from flatlab.task.sanity import check_grader, csv_rules, degenerate
-from flatlab.task.value import improvement, score_at, value_of
+from flatlab.task.value import improvement, score_at, score_text, value_of
 from flatlab.world.episode import step_record
 from helpers import (
     LOCAL,
@@ -245,6 +245,33 @@ def submission(name, value):
     return {"submission.csv": "\n".join([*lines, ""])}
 
 
+def test_a_score_of_any_size_is_kept_whole(tmp_path):
+    task = load_task("diabetes")
+    rows = task.hidden["answers.csv"].read_text().splitlines()
+    small = [f"{row.rpartition(',')[0]},{float(row.rpartition(',')[2]) * 1e-9}" for row in rows[1:]]
+    (tmp_path / "answers.csv").write_text("\n".join([rows[0], *small]))
+    task.hidden["answers.csv"] = tmp_path / "answers.csv"
+    grader = tuple("rmse" if part == "r2" else part for part in task.grader)
+    graded = grade(replace(task, grader=grader), tmp_path, submission("diabetes", 152e-9))
+    assert graded["rmse"] == pytest.approx(7.5e-8, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "baseline, reference, score, texts",
+    [
+        (0.790909, 0.678182, 0.751234, "0.7909 0.7512"),
+        (1e-7, 0, 2.34567e-8, "0.00000010000 0.00000002346"),
+        (1000, 999.999, 999.99954, "1000.0000000 999.9995400"),
+        (5e5, 4e5, 431234.56, "500000 431230"),
+        (20, 10, 1234567.8, "20.000 1235000"),
+        (0, None, -0.00000001, "0.0000 0.0000"),
+    ],
+)
+def test_a_score_is_shown_with_four_digits_of_its_scale(baseline, reference, score, texts):
+    task = SimpleNamespace(baseline=baseline, reference=reference, higher_is_better=False)
+    assert f"{score_text(baseline, task)} {score_text(score, task)}" == texts
+
+
 @pytest.mark.parametrize(
     "name, constant", [("titanic", 0), ("diabetes", 152.153846), ("digits", 4)]
 )
@@ -254,7 +281,7 @@ def test_the_baseline_is_what_a_constant_scores(tmp_path, name, constant):
         graded = grade(task, tmp_path, submission(name, constant), split)
         assert graded[task.metric] == pytest.approx(task.baseline, abs=3e-3)
         if split == "validation":
-            assert graded[task.metric] == task.baseline
+            assert round(graded[task.metric], 6) == task.baseline
 
 
 def test_the_bootstrap_gives_the_standard_error_of_r2():
@@ -998,7 +1025,7 @@ def check(capsys, monkeypatch, *flags):
 def test_the_task_of_the_documentation_is_checked(folder, capsys, monkeypatch):
     code, out, _ = check(capsys, monkeypatch, "median")
     assert code == 0
-    assert "the first number                      2.0000         0.80    0.80" in out
+    assert "the first number                       2.000         0.80    0.80" in out
     assert out.endswith("as far as these rules tell\n")
     assert len(list((folder / "../../cache/flatlab/sanity").glob("*.json"))) == 1
 
@@ -1014,10 +1041,10 @@ def test_a_rule_at_the_top_and_copies_of_hidden_files_are_named(folder, capsys, 
     change(folder / "task.yaml", "data: [", "data: [notes.txt, ")
     shutil.copy(folder / "truth.json", folder / "notes.txt")
     _, out, _ = check(capsys, monkeypatch, "median")
-    assert "\ndegenerate: the rule 'the first number' scores 2\n" in out
+    assert "\ndegenerate: the rule 'the first number' scores 2.000\n" in out
     assert "can read data/notes.txt: it has the content of the hidden truth.json." in out
     task = load_task("median")
-    assert degenerate(task) == "the rule 'the first number' scores 2"
+    assert degenerate(task) == "the rule 'the first number' scores 2.000"
     assert degenerate(replace(task, reference=1.0)) is None  # another task: not checked yet
 
 
@@ -1078,7 +1105,8 @@ def test_a_reference_within_the_noise_of_the_baseline_is_told(folder, capsys, mo
     change(folder / "evaluate.py", '"stderr": 4.9', '"stderr": 5.0')
     grading.grades.clear()
     _, out, _ = check(capsys, monkeypatch, "median")
-    assert "The reference 0 is within two standard errors (5 each) of the baseline 10" in out
+    words = "The reference 0.000 is within two standard errors (5 each) of the baseline 10.000"
+    assert words in out
 
 
 def test_the_list_has_a_line_for_each_task_and_the_reason_for_one_that_is_broken(

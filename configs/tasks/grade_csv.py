@@ -305,7 +305,7 @@ def main():
             values.append(convert(predicted[key]))
     score = metric(truth, values)
     error = standard_error(metric, truth, values)
-    print(json.dumps({name: round(score, 6), "stderr": error, "higher_is_better": up}))
+    print(json.dumps({name: score, "stderr": error, "higher_is_better": up}))
 
 
 if __name__ == "__main__":

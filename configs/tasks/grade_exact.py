@@ -34,7 +34,7 @@ def read_solution():
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
             raise Invalid(f"it is larger than {MAX_BYTES} bytes")
-        return json.loads(data, parse_float=fraction, parse_constant=fraction)
+        return json.loads(data.decode("utf-8-sig"), parse_float=fraction, parse_constant=fraction)
     except (OSError, ValueError, OverflowError, RecursionError) as error:
         raise Invalid(f"it is not JSON with finite numbers: {str(error)[:200]}") from error
 

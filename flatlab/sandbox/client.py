@@ -267,6 +267,6 @@ def last_state(line: str) -> str:
     return note + "".join(shown)
 
 
-def readable(name: str) -> str:
-    """A file's name as text that can be encoded: bytes that are not UTF-8 are replaced."""
-    return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+def readable(text: str) -> str:
+    """The text with ? for what cannot be encoded, as bytes in a file's name that are not UTF-8."""
+    return text.encode("utf-8", "replace").decode()

@@ -12,7 +12,7 @@ from flatlab.errors import UserError
 from flatlab.files import content_key
 from flatlab.numbers import LARGEST, number
 from flatlab.task.listing import joined
-from flatlab.task.value import improvement
+from flatlab.task.value import improvement, score_text
 
 MESSAGE_CHARS = 500  # limit of a grader's error message, which the agent reads
 
@@ -96,7 +96,7 @@ class Task:
     @property
     def outline(self) -> str:
         """The name, where it comes from, the metric, its direction, the score of the baseline."""
-        scores = f"{self.metric}, {self.direction}, baseline {self.baseline:.4g}"
+        scores = f"{self.metric}, {self.direction}, baseline {score_text(self.baseline, self)}"
         return f"{self.name} ({self.source}): {scores}"
 
     @property

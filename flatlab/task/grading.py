@@ -118,7 +118,7 @@ def grade(task: Task, artefacts: dict[str, bytes], split: str, make_sandbox) -> 
     if not score.valid:  # a grading that was killed may succeed when it is repeated
         return score
     if task.exact and improvement(score.value, task) > 1:
-        score = replace(score, record=artefacts[task.artefacts[0]].decode())
+        score = replace(score, record=artefacts[task.artefacts[0]].decode(errors="replace"))
     return grades.setdefault(key, score)
 
 
@@ -162,7 +162,7 @@ def run_grader(task: Task, artefacts: dict, split: str, make_sandbox) -> Score:
         task.metric,
         split,
         value is not None,
-        message,
+        plain_text(message.encode("utf-8", "replace")),
         position=number(printed.get("position")),
         stderr=number(printed.get("stderr")),
         grader_output=output,

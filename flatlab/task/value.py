@@ -11,6 +11,7 @@ grows, but stays below 2, so that one submission cannot outweigh many failures i
 A `task` is anything with baseline, higher_is_better and reference.
 """
 
+from math import ceil, log10
 from statistics import fmean
 
 from flatlab.numbers import BEST_OF, expected_best, plus_minus, standard_error
@@ -37,6 +38,22 @@ def improvement(score: float, task) -> float:
 def score_at(reached: float, task) -> float:
     """The score of this improvement, in the task's unit."""
     return task.baseline + reached * unit(task)
+
+
+def places(score: float, task=None, least: int = 4) -> int:
+    """Decimals of a score: four digits of its distance from the baseline, or of unit() if that is
+    more. So what an agent reads tells little about a single answer. Without a task, four digits of
+    the score, and at least `least` decimals.
+    """
+    size = max(abs(unit(task)), abs(score - task.baseline)) if task else abs(score) or 1
+    digits = 4 - ceil(log10(size))
+    return digits if task else max(least, digits)
+
+
+def score_text(score: float, task=None, least: int = 4) -> str:
+    """A score as people and agents read it, see places."""
+    digits = places(score, task, least)
+    return f"{round(score, digits):z.{max(0, digits)}f}"
 
 
 def value_of(reached: float | None) -> float:
@@ -109,15 +126,19 @@ def fell_by_half(share: float, before: float) -> bool:
     return share < before / 2 and before - share > LOST
 
 
-def summary_text(result: dict, metric: str = "score", digits: int = 4) -> str:
-    """'value +0.1200 ± 0.0310, 89% valid, accuracy 0.7012 ± 0.0101, best of 8: 0.7698'."""
+def summary_text(result: dict, metric: str = "score", least: int = 4) -> str:
+    """'value +0.1200 ± 0.0310, 89% valid, accuracy 0.7012 ± 0.0101, best of 8: 0.7698'.
+
+    least: decimals of the scores.
+    """
     value = plus_minus(result["value_mean"], result.get("value_stderr"), "+")
     text = f"value {value}"
     if result["valid_share"] is not None:
         text += f", {result['valid_share']:.0%} valid"
     if result.get("score_mean") is None:
         return text
+    digits = places(result["score_mean"], least=least)
     score = plus_minus(result["score_mean"], result.get("score_stderr"), digits=digits)
     text += f", {metric} {score}"
     best = result.get(f"score_best_of_{BEST_OF}")
-    return text if best is None else f"{text}, best of {BEST_OF}: {best:.4f}"
+    return text if best is None else f"{text}, best of {BEST_OF}: {score_text(best)}"

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean
 
 from flatlab.numbers import counted, duration, plus_minus
+from flatlab.task.value import score_text
 from flatlab.view import compare, page, results
 from flatlab.view.reader import read_run
 
@@ -86,7 +87,7 @@ def episode_made(episode, played: int, episodes: int, eta: float) -> None:
     """Prints a line about an episode of an evaluation."""
     outcome = "fault"
     if episode.value is not None:
-        score = f" ({episode.score:.4f})" if episode.valid else ""
+        score = f" ({score_text(episode.score)})" if episode.valid else ""
         outcome = f"value {episode.value:+.4f}{score}"
     turns = counted(len(episode.turns), "turn")
     print(
@@ -142,11 +143,11 @@ TITLES = "task mode seed nodes node op score best sec strategy".split()
 
 def node_line(t, node) -> str:
     """One line about a Node of a Tree. mode: that of the tree, as in the name of its run."""
-    digits = 6 if t.task.exact else 4
+    least = 6 if t.task.exact else 4
     score = "fault" if node.status == "fault" else "failed"
     if node.valid:
-        score = f"{node.score:.{digits}f}"
-    best = f"{t.best().score:.{digits}f}" if t.scored else "-"
+        score = score_text(node.score, least=least)
+    best = score_text(t.best().score, least=least) if t.scored else "-"
     note = ""
     if t.task.exact and node.valid and node.improvement > 1:
         note = f"  ({node.score:.12g} is better than the reference)"

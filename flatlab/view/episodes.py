@@ -4,7 +4,7 @@ The rows are those of episodes.jsonl.
 
 import math
 
-from flatlab.view.reader import RunData, score_text
+from flatlab.view.reader import RunData, score_or_outcome
 from flatlab.view.results import found
 
 
@@ -16,7 +16,7 @@ def facts_of(row: dict, width: int = 70) -> dict:
     text = "; ".join(part.rstrip(".") for part in parts if part)
     return {
         "id": row["id"],
-        "score": score_text(row),
+        "score": score_or_outcome(row),
         "end": row["status"].replace("_", " "),
         "reward": row["reward"],
         "advantage": row["advantage"],

@@ -13,10 +13,10 @@ from itertools import accumulate, cycle, product
 import numpy as np
 
 from flatlab.numbers import counted
-from flatlab.task.value import WORST, evaluation_columns
+from flatlab.task.value import WORST, evaluation_columns, score_text
 from flatlab.view.columns import FEW_SEEDS
 from flatlab.view.compare import RunGroup
-from flatlab.view.reader import NOUNS, RunData, score_text
+from flatlab.view.reader import NOUNS, RunData, score_or_outcome
 from flatlab.view.results import window_of
 
 # Okabe and Ito: distinct with any kind of colour vision; marks and dashes are for grey print
@@ -306,7 +306,7 @@ def draw_tree(run: RunData, link: str = "#"):
     scale = {"vmin": WORST, "vmax": max(0.0, np.nanmax(values))}
     at, marks = {"0": (0.0, 1)}, {}
     axis.scatter(*at["0"], c="black", marker="|", s=28)
-    axis.text(*at["0"], f"\xa0  baseline  {run.baseline:.4f}", va="center")
+    axis.text(*at["0"], f"\xa0  baseline  {score_text(run.baseline, run)}", va="center")
     for number, row in enumerate(rows):
         id = row["id"]
         x, y = at[id] = id.count(".") * indent, -number
@@ -340,7 +340,7 @@ def draw_tree(run: RunData, link: str = "#"):
 def line_of(row: dict) -> str:
     """A node in one line: id, score and strategy, or why it failed."""
     id = row["id"]
-    text = f"{'…' * (len(id) > 12)}{id[-12:]}  {score_text(row)}"
+    text = f"{'…' * (len(id) > 12)}{id[-12:]}  {score_or_outcome(row)}"
     if row["outcome"] == "valid":
         return f"{text}  {row['idea']}"
     return f"{text}: {row['reason']}"

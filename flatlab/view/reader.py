@@ -11,7 +11,7 @@ from pathlib import Path
 from flatlab.errors import UserError
 from flatlab.files import read_mapping, read_rows
 from flatlab.runs.store import ROW_KEYS, read_episodes, refuse_old, transcript_reader
-from flatlab.task.value import on_test_part
+from flatlab.task.value import on_test_part, score_text
 
 # Kinds of runs, and the noun for a row of each
 NOUNS = {"training": "step", "search": "node", "evaluation": "episode", "imitation": "step"}
@@ -155,9 +155,9 @@ def folder_of(runs: list[RunData]) -> Path:
     return folder.relative_to(here) if folder.is_relative_to(here) else folder
 
 
-def score_text(row: dict) -> str:
+def score_or_outcome(row: dict) -> str:
     """The score of a node or episode, or its outcome if it has none."""
-    return row["outcome"] if row["score"] is None else f"{row['score']:.4f}"
+    return row["outcome"] if row["score"] is None else score_text(row["score"])
 
 
 # ------------------------------------------------------------------ transcripts

@@ -8,7 +8,14 @@ from collections import Counter
 from statistics import fmean
 
 from flatlab.numbers import BEST_OF, counted, duration, plus_minus, standard_error, value_text
-from flatlab.task.value import fell_by_half, on_test_part, summary, summary_text
+from flatlab.task.value import (
+    fell_by_half,
+    on_test_part,
+    places,
+    score_text,
+    summary,
+    summary_text,
+)
 from flatlab.view.columns import FEW_SEEDS, aligned, texts_of
 from flatlab.view.reader import NOUNS, RunData
 
@@ -139,8 +146,8 @@ def value_sentences(run: RunData) -> list[str]:
         return [f"No valid node: {why_none(run)}."]
     if run.kind == "search":
         result |= {"valid_share": None}  # of all nodes: ends() has it
-    digits = 6 if run.result.get("exact") else 4
-    text = summary_text(result, run.result["metric"], digits)
+    least = 6 if run.result.get("exact") else 4
+    text = summary_text(result, run.result["metric"], least)
     value = f"{result['what'].capitalize()}: {text}, on the {result['part']} part."
     return [value, scale(run, result)]
 
@@ -149,11 +156,11 @@ def scale(run: RunData, result: dict) -> str:
     """A sentence about the values in the unit of the task; several tasks have several units."""
     if " " in run.task:
         return "Value 0 is the baseline of a task, 1 a good known score."
-    text = f"Value 0 is the baseline {run.baseline:.4f}"
+    text = f"Value 0 is the baseline {score_text(run.baseline, run)}"
     if run.reference is not None:
-        text += f", 1 a good known score {run.reference:.4f}"
+        text += f", 1 a good known score {score_text(run.reference, run)}"
     if error := result.get("rows_error"):
-        text += f"; a single score has the standard error {error:.4f}"
+        text += f"; a single score has the standard error {score_text(error)}"
     return f"{text}; {'higher' if run.higher_is_better else 'lower'} is better."
 
 
@@ -241,27 +248,28 @@ def states(run: RunData) -> dict:
 
 def value_columns(results: list[dict], metric: str) -> dict:
     """Columns of a table. results: of summary() for each run."""
+    digits = max(map(places, found(results, "score_mean")), default=4)
     return {
         "value": cell(results, "value_mean", "+"),
         "valid": fmean(one["valid_share"] for one in results),
-        metric: cell(results, "score_mean"),
-        f"best of {BEST_OF}": cell(results, f"score_best_of_{BEST_OF}"),
+        metric: cell(results, "score_mean", digits=digits),
+        f"best of {BEST_OF}": cell(results, f"score_best_of_{BEST_OF}", digits=digits),
     }
 
 
-def cell(results: list[dict], key: str, sign: str = "") -> str:
+def cell(results: list[dict], key: str, sign: str = "", digits: int = 4) -> str:
     """A number of a single run with its own standard error, or its mean over several runs."""
     if len(results) > 1:
-        return mean_or_each(found(results, key), sign)
+        return mean_or_each(found(results, key), sign, digits)
     error = f"{key.removesuffix('_mean')}_stderr"
-    return plus_minus(results[0].get(key), results[0].get(error), sign)
+    return plus_minus(results[0].get(key), results[0].get(error), sign, digits)
 
 
-def mean_or_each(values: list[float], sign: str = "+") -> str:
+def mean_or_each(values: list[float], sign: str = "+", digits: int = 4) -> str:
     """The mean ± its standard error; of fewer than FEW_SEEDS, each value."""
     if len(values) < FEW_SEEDS:
-        return ", ".join(f"{value:{sign}.4f}" for value in values) or "-"
-    return plus_minus(fmean(values), standard_error(values), sign)
+        return ", ".join(plus_minus(value, None, sign, digits) for value in values) or "-"
+    return plus_minus(fmean(values), standard_error(values), sign, digits)
 
 
 # ------------------------------------------------------------------ tables of one run

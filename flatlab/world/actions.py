@@ -6,6 +6,7 @@
 from flatlab.sandbox.client import Result
 from flatlab.task.definition import Task
 from flatlab.task.grading import Score
+from flatlab.task.value import score_text
 from flatlab.world.blocks import extract_action
 
 KILLED = 137  # exit code of a process that got SIGKILL, from the kernel if memory is short
@@ -63,8 +64,8 @@ def score_sentence(score: Score, task: Task) -> str:
     """Text that the agent sees after `validate`."""
     if not score.valid:
         return f"No score: {score.message}"
-    value = f"{score.split} {score.metric}: {score.value:.4f}"
-    text = f"{value} (baseline {task.baseline:.4f}, {task.direction})"
+    value = f"{score.split} {score.metric}: {score_text(score.value, task)}"
+    text = f"{value} (baseline {score_text(task.baseline, task)}, {task.direction})"
     if score.position is not None:  # a competition with leaderboards
         text += f"\nposition: {score.position:.4f} (share of the leaderboards that is not better)"
     return text

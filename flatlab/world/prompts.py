@@ -15,6 +15,7 @@ from flatlab.files import content_key, read_mapping
 from flatlab.numbers import counted
 from flatlab.task.definition import Task
 from flatlab.task.machine import software_of
+from flatlab.task.value import score_text
 
 ROOT = Path(__file__).resolve().parents[2]
 AGENT = "configs/prompts/agent.yaml"
@@ -60,6 +61,7 @@ class Prompts:
             undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
         )
         jinja.globals["counted"] = counted
+        jinja.globals["score_text"] = score_text
         texts = read_mapping(path)
         self.digest = content_key(path)
         if different := set(texts) ^ set(FACTS):
