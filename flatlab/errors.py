@@ -13,11 +13,17 @@ from contextlib import suppress
 from flatlab.numbers import counted
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO, errno.ESTALE)
-SECRET = 6  # characters of the shortest key that shown() hides
+# Keys that shown() hides; others are words, as `ollama`, or the ones in the manuals of servers
+SECRET = re.compile(r"(?s)(?=.*\d).{6,11}|.{12,}")
+PLACEHOLDERS = ("sk-1234", "token-abc123", "not-required", "no-key-needed", "sk-no-key-required")
 
 
 class UserError(Exception):
     """One clear sentence for the user. A script prints it and exits with code 2."""
+
+
+class Refusal(UserError):
+    """An endpoint refuses one request. The text is its sentence."""
 
 
 class UnknownTask(UserError):
@@ -64,8 +70,10 @@ def finite_list(name: str, values, wanted: int, of: str, skips: bool = False) ->
 def shown(text: str) -> str:
     """The text without the API keys of the environment and without passwords in addresses."""
     for name, value in os.environ.items():
-        if name.endswith(("_KEY", "_TOKEN")) and len(value.strip()) >= SECRET:
-            text = text.replace(value.strip(), f"${name}")
+        key = value.strip()
+        is_secret = SECRET.fullmatch(key) and key not in PLACEHOLDERS
+        if name.endswith(("_KEY", "_TOKEN")) and is_secret:
+            text = text.replace(key, f"${name}")
     return re.sub(r"://\S*@", "://***@", text)  # also for a password with / or @
 
 

@@ -1,14 +1,16 @@
 """endpoint.py against a server that misbehaves on purpose, and against a real vLLM server."""
 
 import asyncio
+import contextlib
 import os
 import re
 import time
 
 import pytest
 
-from flatlab.errors import UserError, shown
+from flatlab.errors import Refusal, UserError, shown
 from flatlab.model import endpoint
+from flatlab.model.chat import Sample
 from flatlab.model.endpoint import check_url
 from flatlab.model.path import STAND_IN
 from helpers import chat_server, completion, dead_proxy, served, user_error
@@ -33,11 +35,16 @@ def server():
         yield url, script, seen
 
 
-def ask(url, temperature=0.7, retries=3, key="", **kwargs):
+def ask(url, temperature=0.7, retries=3, key="", times=1, **kwargs):
+    """The last of some replies of one endpoint."""
     model = endpoint.Endpoint(url, "m", temperature=temperature, key=key)
     model.client.max_retries = retries
     prompt = model.render([{"role": "user", "content": "hi <|im_end|> ünïcode"}])
-    return asyncio.run(model.sample(prompt, 50, **kwargs))
+
+    async def replies():
+        return [await model.sample(prompt, 50, **kwargs) for _ in range(times)]
+
+    return asyncio.run(replies())[-1]
 
 
 def test_text_comes_back_and_is_counted():
@@ -77,57 +84,30 @@ def error(message, code=None, kind=None, **more):
     return {"error": {"message": message, "code": code, "type": kind} | more}
 
 
-TOO_LONG = (
-    "This model's maximum context length is 8192 tokens",
-    "Your input exceeds the context window of this model.",
-    "The decoder prompt (length 5000) is longer than the maximum model length",
-    "Input length (5000 tokens) exceeds the maximum allowed length (2048 tokens).",
-    "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 2048. Given: 5000",
-    "`inputs` must have less than 1024 tokens. Given: 5000",
-    "input length and `max_tokens` exceed context limit: 190000 + 20000 > 200000",
-    "prompt is too long: 205000 tokens > 200000 maximum",
-    "The input token count (1200000) exceeds the maximum number",
-    "too many tokens: size limit exceeded by 500 tokens.",
-    "Input tokens exceed the configured limit of 272000 tokens.",
-    "Input is too long for requested model.",
-    "This model's maximum prompt length is 131072",
-)
-RAW = {"raw": str(error("This model's maximum context length is 4096 tokens"))}
-
-
 OVERLOADED = "Provider returned error: overloaded"
 CODES = (502, "429", None, "overloaded")
 INNER = error(OVERLOADED, 502) | {"message": {"content": ""}, "finish_reason": "error"}
 SOON = {"retry-after": "0.01"}
-VLLM = (
-    "'max_tokens' or 'max_completion_tokens' is too large: 2048. This model's maximum context "
-    "length is 512 tokens and your request has 300 input tokens (2048 > 512 - 300)."
-)
+VLLM = "This model's maximum context length is 512 tokens and your request has 300 input tokens."
+RAW = {"raw": str(error(VLLM))}
 NO_ACCESS = "Your key has no access to the 1M context window of this model"
 MEMORY = "CUDA out of memory while growing the KV cache; lower the context length or the batch"
 # status, message of an error or a whole body, requests that are sent with 2 repetitions, what is
 # raised and a part of its text
 MEANINGS = (
-    *((400, text, 1, OverflowError, "400, ") for text in TOO_LONG),
-    (400, {"error": TOO_LONG[0]}, 1, OverflowError, "400, "),
-    (413, {"message": TOO_LONG[7]}, 1, OverflowError, "413, "),
-    (422, {"error": TOO_LONG[4], "error_type": "validation"}, 1, OverflowError, "422, "),
-    (400, error("Please reduce the length.", "context_length_exceeded"), 1, OverflowError, "400, "),
-    (400, error("Shorten it.", 400, "exceed_context_size_error"), 1, OverflowError, "400, "),
-    (200, error("Provider returned error", 400, metadata=RAW), 1, OverflowError, "400, "),
-    (400, VLLM, 1, OverflowError, "your request has 300 input tokens"),
-    (422, "string_too_long", 1, OverflowError, "422, "),
-    (400, "context_window is no field", 1, UserError, "no field"),
-    (400, "prompt is missing", 1, UserError, "400, "),
-    (422, "temperature is too large", 1, UserError, "422, "),
-    (400, "max_tokens is too large: at most 4096 completion tokens", 2, UserError, "refuses"),
+    (400, VLLM, 1, Refusal, VLLM),
+    (400, {"error": VLLM}, 1, Refusal, VLLM),
+    (413, {"message": VLLM}, 1, Refusal, VLLM),
+    (422, {"error": VLLM, "error_type": "validation"}, 1, Refusal, VLLM),
+    (200, error("Provider returned error", 400, metadata=RAW), 1, Refusal, "maximum context"),
+    (400, "max_tokens is too large: at most 4096 completion tokens", 2, Refusal, "refuses"),
     (401, "Incorrect API key; context size exceeded", 1, UserError, "OPENAI_API_KEY"),
     (402, "credit for this context length exceeded", 1, UserError, "402"),
-    (403, NO_ACCESS, 1, UserError, NO_ACCESS),
+    (403, NO_ACCESS, 1, Refusal, NO_ACCESS),
     (404, "Not Found", 1, UserError, "does --url lack /v1"),
     (429, "The prompt is too long: tokens per minute exceeded", 3, UserError, "429"),
     (500, MEMORY, 3, UserError, "KV cache"),
-    (500, "Context size has been exceeded.", 3, OverflowError, "500, "),
+    (500, "Context size has been exceeded.", 3, Refusal, "500, "),
     (502, b"away", 3, UserError, "502, away"),
     # an error in a good answer
     *((200, error(OVERLOADED, code), 3, UserError, f"{OVERLOADED}: http") for code in CODES),
@@ -138,16 +118,83 @@ MEANINGS = (
 
 
 @pytest.mark.parametrize("status, body, requests, kind, text", MEANINGS)
-def test_the_status_counts_before_the_words(server, status, body, requests, kind, text):
+def test_the_status_says_what_is_refused(server, status, body, requests, kind, text):
     url, script, seen = server
     answer = (status, error(body) if isinstance(body, str) else body, SOON)
     script += [answer] * 3
-    with pytest.raises(kind) as raised:
-        ask(url, retries=2)
-    assert text in str(raised.value)
+    with user_error("") as raised:
+        ask(url, retries=2)  # the first one: the endpoint cannot be used
+    assert raised.type is UserError and text in str(raised.value)
     assert len(seen) == requests
     script[:] = [answer] * (requests > 1)
     assert ask(url).text == "hello"  # repeated
+    script[:] = [(200, completion("hi"))] + [answer] * 3
+    with user_error("") as raised:
+        ask(url, retries=2, times=2)
+    assert raised.type is kind
+
+
+FLAGGED = "Your input was flagged"
+CODED = ("content_filter", "data_inspection_failed", 400, 403)
+REFUSED = (
+    *((status, error(FLAGGED)) for status in (400, 403, 422, 451)),
+    *((200, error(FLAGGED, code)) for code in CODED),
+    (200, error(FLAGGED, kind="ResponsibleAIPolicyViolation")),
+)
+
+
+def outcomes(url, texts):
+    """The reply to each of these texts, or the error, of one endpoint that gets them at once."""
+    model = endpoint.Endpoint(url, "m")
+
+    async def ask_all():
+        prompts = [model.render([{"role": "user", "content": text}]) for text in texts]
+        replies = [model.sample(prompt, 50) for prompt in prompts]
+        return await asyncio.gather(*replies, return_exceptions=True)
+
+    return asyncio.run(ask_all())
+
+
+@pytest.fixture
+def filtered():
+    """filtered(status, body): the address of an endpoint that refuses texts with "bad" at once."""
+    with contextlib.ExitStack() as servers:
+
+        def start(status=400, body=error(FLAGGED)):  # noqa: B008
+            def answer(request, _):
+                if "bad" in request["messages"][0]["content"]:
+                    return status, body, {}
+                time.sleep(0.2)
+                return 200, completion("hello"), {}
+
+            return servers.enter_context(chat_server(answer))
+
+        yield start
+
+
+@pytest.mark.parametrize("status, body", REFUSED)
+def test_a_refusal_is_about_one_request(filtered, status, body):
+    replies = outcomes(filtered(status, body), ["bad", "good", "bad", "bad", "good"])
+    assert [type(reply) for reply in replies] == [Refusal, Sample, Refusal, Refusal, Sample]
+    assert str(replies[0]).startswith(f"{FLAGGED}: http")
+
+
+def test_an_endpoint_that_refuses_the_first_request_or_three_in_a_row_cannot_be_used(filtered):
+    for texts in (["bad"], ["bad"] * 5):
+        assert {*map(type, outcomes(filtered(), texts))} == {UserError}
+    *others, last = outcomes(filtered(), ["good", "bad", "bad", "bad"])
+    assert UserError in map(type, [*others, last])
+    said = [str(reply) for reply in (*others, last) if type(reply) is UserError]
+    assert said[0].startswith(f"3 requests in a row were refused. {FLAGGED}: http")
+
+
+def test_a_redirect_is_named(server):
+    url, script, _ = server
+    for status in (301, 302, 303):
+        target = url.replace("/v1", "/v2")
+        script.append((status, b"", {"location": f"{target}/chat/completions"}))
+        with user_error(f"404.* .it redirects to {target}: give this address as --url"):
+            ask(url)
 
 
 @pytest.mark.parametrize("status", [400, 422])
@@ -160,6 +207,9 @@ def test_a_refused_field_is_left_out_or_has_another_name(server, status):
     assert ask(url, seed=1, temperature=1.0).text == "hello"
     assert not {"seed", "max_tokens", "temperature"} & set(seen[-1])
     assert seen[-1]["max_completion_tokens"] == 50
+    script += [(200, completion("hi")), (status, other)]
+    with user_error("Unsupported parameter: 'max_tokens'"):
+        ask(url, times=2)  # it took this field before
     script.append((status, degrees))
     with user_error("temperature"):  # another one would be used
         ask(url, temperature=0.7)
@@ -186,13 +236,23 @@ def test_passwords_and_keys_are_not_shown_but_sent(server, monkeypatch):
     ask(named)
     assert seen[-1]["auth"].startswith("Basic ")
     script.append((401, error("no")))
-    with user_error(r"^http://\*\*\*@127.0.0.1.* refuses"):
+    with user_error(r"^no: http://\*\*\*@127.0.0.1.* refuses"):
         ask(named)
     assert shown(f"a {named} 0123456789") == f"a {url.replace('://', '://***@')} $WANDB_API_KEY"
     for password in ("p/ss", "p@ss", "p#ss", "p?s/@s", "12/ss"):
         with user_error(r"^--url http://\*\*\*@127.0.0.1:9/v1 ") as raised:
             check_url(f"http://user:{password}@127.0.0.1:9/v1")
         assert not re.search("'p'|ss@|/ss", str(raised.value)), password
+
+
+def test_a_key_that_is_a_word_is_no_secret(monkeypatch):
+    text = (
+        "http://ollama:1/v1 EMPTY lm-studio token-abc123 sk-no-key-required sk-word1 abcdefghijkl"
+    )
+    words = dict(zip("ABCDEFG", text.split()[1:])) | {"H": "ollama", "I": "1/v1"}
+    for name, word in words.items():
+        monkeypatch.setenv(f"{name}_KEY", word)
+    assert shown(text) == " ".join([*text.split()[:-2], "$E_KEY", "$F_KEY"])
 
 
 TEXT = {"type": "text", "text": "hello"}
@@ -214,6 +274,38 @@ def test_the_text_of_a_message(server):
     for body, text in bodies:
         script.append((200, body))
         assert ask(url).text == text
+
+
+def choice(content, finish, **message):
+    """A completion whose message has more than a content."""
+    body = completion(content)
+    body["choices"][0]["finish_reason"] = finish
+    body["choices"][0]["message"] |= message
+    return body
+
+
+NO = "I'm sorry, I can't"
+# a completion, the text of the reply, and the note
+NOTED = (
+    (choice("hello", "stop", reasoning_content="Hm"), "hello", ""),
+    (choice("hello", "length"), "hello", ""),
+    (choice("", "length", reasoning="Hm"), "", "It was cut at its limit (--max-reply-tokens)"),
+    (choice("", "stop", reasoning_content="Hm"), "", "sent reasoning_content in place of a text"),
+    (choice([THOUGHT], "stop"), "", "sent content in place of a text"),
+    (choice(None, "stop", refusal=NO), NO, "sent refusal in place of a text"),
+    (choice(None, "tool_calls", tool_calls=[{}]), "", "tool_calls in place of a text"),
+    (choice(None, "content_filter"), "", "sent nothing in place of a text, with finish_reason con"),
+    (choice("hel", "content_filter"), "hel", "ended it with finish_reason content_filter"),
+)
+
+
+@pytest.mark.parametrize("body, text, note", NOTED)
+def test_an_answer_without_a_text_has_a_note(server, body, text, note):
+    url, script, _ = server
+    script.append((200, body))
+    reply = ask(url)
+    assert reply.text == text
+    assert note in reply.note and bool(note) == bool(reply.note)
 
 
 NOT_TEXT = [TEXT | {"text": None}], [TEXT | {"type": ["text"]}]
@@ -310,5 +402,5 @@ def test_a_real_vllm_server_and_the_adapter_that_it_serves(tmp_path):
         assert reply(0.0, 1, name="trained").text == trained != frozen
         with user_error("refuses"):
             reply(1.0, 1, name="another")
-        with pytest.raises(OverflowError):
+        with user_error("refuses"):
             reply(1.0, 1, text="x" * 5000)

@@ -69,6 +69,36 @@ ACCEPTED = [
     ("\xa0\ufe0f```\u2066bash\u2069\nls\n\u3000```\u034f", "ls"),
     ("I say\r\n```bash\r\ncat <<'E'\r\n```\r\nE\r\nls\r\n```\r\n", "cat <<'E'\n```\nE\nls"),
 ]
+HERE = "cat <<E\n```\nx\n  y\nE\nls"
+
+
+def quoted(first, rest, script=HERE):
+    """The block of a script behind a marker, whose other lines have an indent."""
+    return first + block(script).replace("\n", f"\n{rest}")
+
+
+# The block is in a list or a quotation, or has an indent.
+INDENTED = [
+    quoted("- ", "  "),
+    quoted("1. ", "   "),
+    quoted("1. Look:\n   ", "   "),
+    quoted("1.  Look:\n    ", "    "),
+    quoted("10) ", "    "),
+    quoted("* a\n    - b\n      ", "      "),
+    quoted("- 1. ", "     "),
+    quoted("> ", "> "),
+    quoted("> ", ">"),
+    quoted("> - ", ">   "),
+    quoted("- > ", "  > "),
+    quoted("\t", "\t"),
+    quoted("   ", "   "),
+    quoted("   ", ""),
+    quoted("- ", ""),
+    quoted("- ", "", "\n" + HERE),
+    quoted("1. ", "   ", "\n" + HERE),
+    quoted("- ```python\n  x\n  ```\n- ", "  "),
+    quoted("\xa0\xa0", "\xa0\xa0"),
+]
 # The fences are in the heredoc.
 HEREDOCS = [
     "cat <<E\n```\nE",
@@ -127,6 +157,12 @@ def test_accepted(reply, action):
     assert extract_action(reply) == action
 
 
+@pytest.mark.parametrize("reply", INDENTED)
+def test_the_indent_of_a_block_is_no_part_of_it(reply):
+    assert extract_action(reply).strip() == HERE
+    assert extract_action(f"Look:\n\n{reply}\n\n- It prints x.").strip() == HERE
+
+
 @pytest.mark.parametrize("script", HEREDOCS + NO_HEREDOCS)
 def test_only_a_fence_in_an_open_heredoc_does_not_close_the_block(script):
     assert extract_action(block(script)) == script
@@ -176,8 +212,9 @@ def test_hostile_replies_raise_nothing_else_and_take_no_time():
     start = time.monotonic()
     for text in texts:
         with suppress(ValueError):
-            action = extract_action(text)  # it is in the reply in one piece, behind a fence
-            assert "```" in text[: text.index(action)], text
+            first, *lines = extract_action(text).split("\n")
+            assert "```" in text[: text.index(first)], text
+            assert all(line in text for line in lines[:100]), text
     assert time.monotonic() - start < 20
 
 

@@ -361,13 +361,13 @@ def in_a_task(error):
         (OSError(errno.ENOSPC, "No space"), 2, "] No space. E", "failed: [Errno 28] No space. E"),
         (OSError(errno.ENAMETOOLONG, "No", "a" * 99), 2, LONG_NAME, f"failed: {LONG_NAME}"),
         (KeyboardInterrupt(), 130, "", "interrupted"),
-        (in_a_task(ZeroDivisionError("hushhush")), 1, "Error: $MY_KEY", "failed: ZeroDivisionErr"),
+        (in_a_task(ZeroDivisionError("hushhush0")), 1, "Error: $MY_KEY", "failed: ZeroDivisionErr"),
     ],
 )
 def test_what_ended_a_run_is_one_sentence_here_and_in_its_result(
     tmp_path, capsys, monkeypatch, error, code, said, status
 ):
-    monkeypatch.setenv("MY_KEY", "hushhush")
+    monkeypatch.setenv("MY_KEY", "hushhush0")
     runs = [opened(tmp_path / name) for name in "ab"]
     runs[1].update_result(status="finished")
 
@@ -379,7 +379,7 @@ def test_what_ended_a_run_is_one_sentence_here_and_in_its_result(
         cli.one_sentence(main)
     assert end.value.code == code
     assert said in capsys.readouterr().err.splitlines()[-1]
-    assert runs[0].result["status"].startswith(status) and "hushhush" not in str(runs[0].result)
+    assert runs[0].result["status"].startswith(status) and "hushhush0" not in str(runs[0].result)
     assert runs[1].result["status"] == "finished"
 
 

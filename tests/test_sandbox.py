@@ -36,11 +36,12 @@ from flatlab.errors import ArtefactError, SandboxFault
 from flatlab.options import SandboxOptions
 from flatlab.sandbox import backend as sandbox_backend
 from flatlab.sandbox import client, docker, local, snapshot
-from flatlab.sandbox.backend import IMAGE, Spec
+from flatlab.sandbox.backend import IMAGE, MODULES, Spec
 from flatlab.sandbox.client import Sandbox
 from flatlab.sandbox.docker import docker_api
 from flatlab.task import machine
 from flatlab.task.machine import resolve_backend
+from flatlab.tree.nodes import code_in
 from helpers import PROJECT, do, slow, user_error
 from tasks import load_task
 
@@ -574,6 +575,39 @@ def test_root_runs_no_program_of_the_agent(isolated, monkeypatch):
         snapshot.put_back(box, snapshot.take(box))
         box.remove(["f"])
         assert out(box, "cat /tmp/owned; ls") == ""
+
+
+# In a sandbox: the clock is an hour ahead when it starts, and is set back then.
+AHEAD = """real, ahead = time.time, [3600]
+time.time = lambda: real() + (ahead.pop() if ahead else 0)
+
+
+class Files:"""
+
+
+def test_a_clock_that_is_set_back_loses_no_file(isolated, monkeypatch):
+    modules = [(name, text.replace("class Files:", AHEAD)) for name, text in MODULES]
+    monkeypatch.setattr(sandbox_backend, "MODULES", modules)
+    with closing(Sandbox(isolated)) as box, closing(Sandbox(isolated)) as twin:
+        box.put({"data/a": b"a"})
+        box.run("echo b > b", 5)
+        snapshot.put_back(twin, snapshot.take(box))
+        assert out(twin, "cat data/a b") == "ab"
+
+
+def test_holes_stay_holes(isolated):
+    with closing(Sandbox(isolated)) as box, closing(Sandbox(isolated)) as twin:
+        box.run(
+            "truncate -s 300M a; echo end >> a; echo 'print(1)' > a.py; truncate -s 90K a.py", 5
+        )
+        files = snapshot.take(box)
+        assert len(files) < 100_000
+        snapshot.put_back(twin, files)
+        end, size, stored = out(twin, "tail -c 4 a; stat -c %s a; du -k a | cut -f1").split()
+        assert (end, int(size)) == ("end", (300 << 20) + 4)
+        assert int(stored) < 100
+    code = code_in(files, load_task("titanic"))
+    assert code["a.py"].strip("\0") == "print(1)\n"
 
 
 @pytest.mark.fault(28, "a tar that cannot be read")

@@ -432,7 +432,7 @@ def test_two_models_of_a_suite_stand_beside_published_ones(here, played, tmp_pat
 
 def test_what_an_endpoint_refuses_is_told_and_a_password_is_not(here, monkeypatch):
     """The first request is too long, a later one is, and replies are thoughts that were cut."""
-    long = 400, {"error": {"message": "maximum context length is 512 tokens, key sk-hushhush"}}, {}
+    long = 400, {"error": {"message": "maximum context length is 512 tokens, key sk-hushhush0"}}, {}
     thought = completion(None)
     thought["choices"][0]["finish_reason"] = "length"
     first = [long, (200, completion("hm"), {}), (200, thought, {})]
@@ -442,24 +442,51 @@ def test_what_an_endpoint_refuses_is_told_and_a_password_is_not(here, monkeypatc
         return long if is_later else dict(zip("abc", first))[name]
 
     said = []
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-hushhush")
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-hushhush0")
     with chat_server(answer) as url:
-        url = url.replace("://", "://user:a@hushhush@")
+        url = url.replace("://", "://user:a@hushhush0@")
         flags = f"--task titanic --episodes 1 --max-turns 2 --model m --url {url} --name"
         for name in "abc":
             for _ in range(2):  # the same command resumes, or says that all is done
                 code, _, err = here(f"{flags} {name}")
                 assert code == (2 if name == "a" else 0), err
             files = [file for file in Path("logs", name).rglob("*") if file.is_file()]
-            assert not [file for file in files if b"hushhush" in file.read_bytes()]
+            assert not [file for file in files if b"hushhush0" in file.read_bytes()]
             said.append(err)
-    assert "lower --context or --max-reply-tokens. It said: 400" in said[0]
+    assert "maximum context length is 512" in said[0]
     assert "maximum context length is 512" in result_of("a")["status"]
     [row] = attempts_of("logs/b", "0")
-    assert row["status"] == "context_limit"
+    assert row["status"] == "refused"
     assert "maximum context length is 512" in row["refusal"]
     [row] = attempts_of("logs/c", "0")
     assert "--max-reply-tokens" in row["turns"][0]["observation"]
+
+
+FLAGGED = 400, {"error": {"message": "Your input was flagged", "code": "content_filter"}}, {}
+
+
+def test_a_prompt_that_an_endpoint_refuses_ends_its_episode_or_node_alone(
+    here, monkeypatch, capsys
+):
+    answers = []
+    monkeypatch.setattr(plots, "encoded", lambda *_: b"<svg")
+    with chat_server(lambda *_: answers.pop(0)) as url:
+        flags = f"--task titanic --backend local --max-turns 1 --model m --url {url} --name"
+        answers += [(200, completion(block("submit")), {}), FLAGGED, (200, completion(None), {})]
+        code, out, err = here(f"{flags} a --episodes 3 --concurrency 1")
+        assert code == 0, err
+        answers += [(200, completion("hm"), {}), FLAGGED]
+        command = f"{flags} b --nodes 2 --workers 1".split()
+        code, out, err = run_here(search.main, *command, monkeypatch=monkeypatch, capsys=capsys)
+        assert code == 0, err
+    rows = read_rows("logs/a/episodes.jsonl")
+    assert [row["status"] for row in rows] == ["submit", "refused", "turn_limit"]
+    assert rows[1]["value"] == -1
+    assert rows[1]["reason"].startswith("Your input was flagged: http")
+    assert "sent nothing in place of a text" in rows[2]["reason"]
+    first, second = read_rows("logs/b/episodes.jsonl")
+    assert (first["status"], second["status"]) == ("turn_limit", "refused")
+    assert "1 x Your input was flagged: http" in why_none(read_run("logs/b"))
 
 
 def test_an_endpoint_is_evaluated(here):

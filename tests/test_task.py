@@ -162,6 +162,7 @@ def test_a_wrong_yaml_is_one_clear_sentence(titanic_copy):
         ("metric:", "metrik:", "unknown key 'metrik'; did you mean metric"),
         ("artefacts: [submission.csv]", "artefacts: []", "titanic needs artefacts"),
         ("artefacts: [submission.csv]", "artefacts: [a/../../x]", "artefacts in the workspace"),
+        ("artefacts: [submission.csv]", "artefacts: [./x.csv]", "artefacts in the workspace"),
         ("splits: [validation, selection, test]", "splits: []", "titanic needs splits"),
         ("step_timeout: 60", "step_timeout: 0", "needs finite time limits above 0"),
         ("baseline: 0.678182", "baseline: -.inf", "needs a finite baseline"),
@@ -748,6 +749,30 @@ def make_task(tmp_path):
 def graded(task, text, split="validation"):
     make_sandbox = partial(open_sandbox, task, LOCAL_BOX)
     return grading.grade(task, {"answer.txt": text.encode()}, split, make_sandbox)
+
+
+# ------------------------------------------------------------------ names of artefacts
+
+NAMES = ("out[1].txt", "[!a].txt", "out[", "a b'c.txt", "-x", "dir[0]/é\n.txt", "f[o]/")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_with_brackets_is_the_name_of_one_file(make_task, name):
+    task = make_task(artefacts=(name,), trivial={})
+    check_before_a_run(task)
+    written = f"{name}a" if name.endswith("/") else name
+    assert task.is_artefact(written)
+    assert not task.is_artefact("out1.txt") and not task.is_artefact("fo/a")
+    with Env(task, "local") as world:
+        world.restart()
+        world.sandbox.put({written: b"40"})
+        assert grading.read_artefacts(task, world.sandbox) == {written: b"40"}
+
+
+def test_an_artefact_that_no_agent_can_write_is_refused(make_task):
+    for name in ("x" * 300, "evaluate/" + "x" * 300 + "/"):
+        with user_error("no agent could hand in its artefacts: .*too long"):
+            check_before_a_run(make_task(artefacts=(name,)))
 
 
 # ------------------------------------------------------------------ the grader is broken

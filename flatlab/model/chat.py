@@ -27,6 +27,7 @@ class Sample:
     stop_reason: str  # "stop" (the model ended its turn) or "length" (cut at max_tokens)
     version: int  # Policy.version when the request was sent
     counted: int | None = None  # tokens, as an endpoint counts them
+    note: str = ""  # sentence about an endpoint's answer that has no text or was filtered
 
     @property
     def reply_tokens(self) -> int:

@@ -7,25 +7,22 @@ It is for search and evaluation. There is nothing to train: log-probabilities ar
 client repeats requests that failed for a passing reason (429, 5xx, timeouts, no connection).
 """
 
+import asyncio
 import contextlib
 import json
 import os
 import re
 
-from flatlab.errors import UserError, shown
+from flatlab.errors import Refusal, UserError, shown
 from flatlab.model.chat import Sample
 
-# Words of OpenAI, vLLM, llama.cpp, SGLang, Ollama, Anthropic, TGI and Gemini for a request that is
-# too long: a length, and that it is exceeded. See is_too_long().
-LENGTH = re.compile(
-    r"context|prompt|inputs?\b|string|token count|too many tokens|max\w* \w+ length", re.IGNORECASE
-)
-EXCESS = re.compile(
-    r"exceed|too[ _](long|large|many)|longer than|must have less|must be <="
-    r"|maximum \w+ length is|reduce the length",
-    re.IGNORECASE,
-)
-TOO_LONG = (400, 413, 422)  # statuses that may speak of the length of the request
+# Statuses that may be about the text of one request: its content or its length. Earlier llama.cpp
+# says with 500 that it is too long.
+REFUSALS = (400, 403, 413, 422, 451)
+TOO_LONG = re.compile("context size.*exceeded", re.IGNORECASE)
+MOST_REFUSALS = 3  # of first requests of conversations that were sent one after the other
+# Codes and types of an error about the text of a request, in a body without a status
+FILTERED = re.compile(r"filter|moderation|policy|safety|sensitive|inspection|flagged|prohibited")
 ADAPTABLE = ("max_tokens", "seed", "temperature")  # fields that some endpoints refuse
 HINTS = {
     401: " (the API key is that of $OPENAI_API_KEY)",
@@ -80,14 +77,6 @@ def check_url(url: str) -> None:
         raise UserError(f"--url {shown(url)} does not answer: {error}") from None
 
 
-def is_too_long(status: int, text: str) -> bool:
-    """Returns whether an answer says that the request is too long. Those of 500 and above were
-    repeated before.
-    """
-    is_possible = status in TOO_LONG or status >= 500
-    return bool(is_possible and LENGTH.search(text) and EXCESS.search(text))
-
-
 def api_key(key: str = "") -> str:
     """The key, or that of $OPENAI_API_KEY, without white space around it. Raises UserError if it
     cannot be sent; the key itself is not in the text.
@@ -101,18 +90,29 @@ def api_key(key: str = "") -> str:
 
 
 async def correct_status(response) -> None:
-    """Gives a good answer with an error in its body the status of this error, so that the client
-    repeats what failed for a passing reason.
+    """Notes what an error says. Gives a good answer with an error in its body the status of this
+    error, so that the client repeats what failed for a passing reason.
     """
     await response.aread()
-    with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):  # see `sample`
+    with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):  # see `read`
         body = response.json()
         error = body.get("error") or body["choices"][0]["error"]
         error = error if isinstance(error, dict) else {"message": error}
         code = str(error.get("code"))
-        if error["message"] and response.is_success:
-            response.status_code = int(code) if re.fullmatch(r"[45]\d\d", code) else 500
-            response.extensions["said"] = f"{error['message']}: "
+        if error["message"]:
+            said = " ".join(str(error["message"]).split())
+            response.extensions["said"] = f"{said[:300]}: "
+            if response.is_success:
+                other = 400 if FILTERED.search(f"{code} {error.get('type')}".lower()) else 500
+                response.status_code = int(code) if re.fullmatch(r"[45]\d\d", code) else other
+
+
+def redirected(response) -> str:
+    """A hint if the request was redirected, which may have made it a GET without a body."""
+    if not response.history:
+        return ""
+    target = str(response.url).removesuffix("/chat/completions")
+    return f" (it redirects to {shown(target)}: give this address as --url)"
 
 
 class Endpoint:
@@ -151,7 +151,12 @@ class Endpoint:
             max_retries=RETRIES,
             http_client=openai.DefaultAsyncHttpxClient(event_hooks={"response": [correct_status]}),
         )
-        self.refused = set()  # fields of ADAPTABLE; max_tokens has another name
+        self.dropped = set()  # fields of ADAPTABLE that it refuses; max_tokens has another name
+        self.sent = 0  # requests
+        self.ended = 0
+        self.refused = set()  # numbers of those that it refused
+        self.works = False  # it has answered one
+        self.is_known = asyncio.Event()  # it works, or no request is in flight
 
     def encode(self, text: str) -> list[str]:
         return [text[i : i + PIECE] for i in range(0, len(text), PIECE)]
@@ -182,56 +187,99 @@ class Endpoint:
     async def sample(self, tokens: list[str], max_tokens: int, seed: int | None = None) -> Sample:
         """One reply.
 
-        Raises OverflowError if the endpoint finds the prompt too long, and UserError if it refuses
-        the request or cannot be reached.
+        Raises Refusal if the endpoint refuses this request alone, and UserError if it cannot be
+        used: it cannot be reached, or refuses all requests in flight before it has answered one, or
+        MOST_REFUSALS in a row.
         """
-        answer = await self.request(self.messages(tokens), max_tokens, seed)
+        messages = self.messages(tokens)
+        if "assistant" in tokens[:-1]:
+            return self.read(await self.request(messages, max_tokens, seed))
+        number = self.sent
+        self.sent += 1
+        refusal = None
         try:
-            body = json.loads(answer)
+            response = await self.request(messages, max_tokens, seed)
+            self.works = True
+        except Refusal as error:
+            refusal = error
+            self.refused.add(number)
+        finally:
+            self.ended += 1
+            if self.works or self.ended == self.sent:
+                self.is_known.set()
+        if not refusal:
+            return self.read(response)
+        await self.is_known.wait()
+        if not self.works:
+            raise UserError(str(refusal))
+        for last in range(number, number + MOST_REFUSALS):
+            if self.refused >= {last - back for back in range(MOST_REFUSALS)}:
+                raise UserError(f"{MOST_REFUSALS} requests in a row were refused. {refusal}")
+        raise refusal
+
+    def read(self, response) -> Sample:
+        """The reply in an HTTP response. Raises UserError if it is not that of a chat endpoint."""
+        try:
+            body = json.loads(response.text)
             choice = body["choices"][0]
-            text = text_of(choice["message"].get("content"))
+            message = choice["message"]
+            content = text_of(message.get("content"))
+            text = content or text_of(message.get("refusal") or None)
             text = text.encode(errors="replace").decode()  # half an emoji could not be sent again
             usage = body.get("usage")
             counted = str(usage.get("completion_tokens")) if isinstance(usage, dict) else ""
-            is_cut = choice.get("finish_reason") in ("length", "max_tokens")
+            finish = choice.get("finish_reason")
+            others = [name for name, value in message.items() if value and name != "role"]
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            start = " ".join(answer.split())[:200]
+            start = " ".join(response.text.split())[:200]
             raise UserError(
                 f"{shown(self.url)} does not answer like a chat endpoint: {start} ({error})"
+                f"{redirected(response)}"
             ) from None
+        is_cut = finish in ("length", "max_tokens")
+        note = ""
+        if is_cut and not content:
+            note = "It was cut at its limit (--max-reply-tokens), before the thinking ended."
+        elif not content:
+            sent = " and ".join(others) or "nothing"
+            note = f"The endpoint sent {sent} in place of a text, with finish_reason {finish}."
+        elif not is_cut and finish not in ("stop", None):
+            note = f"The endpoint ended it with finish_reason {finish}."
         reply = self.encode(text)
-        logprobs = [0.0] * len(reply)
         stop_reason = "length" if is_cut else "stop"
         counted = int(counted) if counted.isdecimal() else None
-        return Sample(reply, logprobs, text, stop_reason, 0, counted)
+        return Sample(reply, [0.0] * len(reply), text, stop_reason, 0, counted, note)
 
-    async def request(self, messages: list[dict], max_tokens: int, seed: int | None) -> str:
-        """The body of the endpoint's answer. Raises as `sample` does."""
+    async def request(self, messages: list[dict], max_tokens: int, seed: int | None):
+        """The HTTP response of the endpoint. Raises Refusal or UserError."""
         import openai
 
-        name = "max_completion_tokens" if "max_tokens" in self.refused else "max_tokens"
+        name = "max_completion_tokens" if "max_tokens" in self.dropped else "max_tokens"
         settings = {name: max_tokens, "temperature": self.temperature, "seed": seed}
-        dropped = self.refused | ({"seed"} if seed is None else set())
+        dropped = self.dropped | ({"seed"} if seed is None else set())
         settings = {name: value for name, value in settings.items() if name not in dropped}
         try:
             answer = await self.client.chat.completions.with_raw_response.create(
                 model=self.model, messages=messages, **settings
             )
-            return answer.text
+            return answer.http_response
         except openai.APIStatusError as error:
             status = error.status_code
             text = shown(" ".join(error.response.text.split()))
-            if is_too_long(status, text):
-                raise OverflowError(f"{status}, {text[:300]}") from None
             named = {name for name in ADAPTABLE if re.search(rf"\b{name}\b", text)}
             if self.temperature != 1:
                 named -= {"temperature"}  # without it, another temperature would be used
-            if status in (400, 422) and named & set(settings):
-                self.refused |= named & set(settings)
+            named &= set(settings)
+            # Later texts may name a field, too: the reply's length, or a word of the prompt.
+            if status in (400, 422) and named and (named <= self.dropped or not self.works):
+                self.dropped |= named
                 return await self.request(messages, max_tokens, seed)
-            raise UserError(
-                f"{error.response.extensions.get('said', '')}{shown(self.url)} refuses the request "
-                f"for model {self.model!r}: {status}, {text[:300]}{HINTS.get(status, '')}"
+            hint = redirected(error.response) or HINTS.get(status, "")
+            said = shown(error.response.extensions.get("said", ""))
+            is_refusal = status in REFUSALS or status == 500 and TOO_LONG.search(text)
+            raise (Refusal if is_refusal else UserError)(
+                f"{said}{shown(self.url)} refuses the request for model {self.model!r}: {status}, "
+                f"{text[:300]}{hint}"
             ) from None
         except (openai.APIError, ValueError) as error:
             reason = error.__cause__ or error

@@ -17,6 +17,7 @@ TAR_SECONDS = 120
 PACK_OPTIONS = (
     "-cf",
     "-",
+    "--sparse",  # holes stay holes
     "--format=posix",
     "--pax-option=delete=atime,delete=ctime",
     "--no-recursion",

@@ -33,7 +33,9 @@ class Task:
     higher_is_better: bool
     baseline: float  # score of doing nothing clever, on splits[0]
     reference: float | None = None  # a good known score: an improvement of 1
-    artefacts: tuple[str, ...]  # files to write: "a.csv", "folder/" (all in it), "*.yaml" (if any)
+    artefacts: tuple[
+        str, ...
+    ]  # files to write: "a.csv", "dir/" (all in it), "*.yaml" (if any; also ?)
     # Shell command that makes the artefact of the workspace before each grading, so that the agent
     # writes none itself. A workspace that is still as it was given is no submission.
     collect: str = ""
@@ -74,7 +76,7 @@ class Task:
             "splits": self.splits,
             "artefacts": self.artefacts,
             "artefacts in the workspace": not any(
-                name.startswith("/") or ".." in name.split("/") for name in self.artefacts
+                {"", ".", ".."} & {*name.removesuffix("/").split("/")} for name in self.artefacts
             ),
             "finite time limits above 0": all(0 < seconds < math.inf for seconds in limits),
             "an idle_timeout of at least 0": 0 <= self.idle_timeout < math.inf,
@@ -129,9 +131,15 @@ class Task:
         for artefact in self.artefacts:
             if artefact.endswith("/") and path.startswith(artefact):
                 return True
-            if path.count("/") == artefact.count("/") and fnmatchcase(path, artefact):
+            pattern = artefact.replace("[", "[[]")  # no wildcard: a name matches itself
+            if path.count("/") == artefact.count("/") and fnmatchcase(path, pattern):
                 return True
         return False
+
+    @property
+    def named_artefacts(self) -> list[str]:
+        """Those that are one file each."""
+        return [name for name in self.artefacts if name[-1] != "/" and not set(name) & set("*?")]
 
     @property
     def fixed(self) -> dict[str, Path]:

@@ -63,7 +63,7 @@ def read_artefacts(task: Task, sandbox, given: bytes = b"") -> dict[str, bytes]:
         made = sandbox.run(["bash", "-c", command], task.grade_timeout)
         if made.exit_code:
             raise ArtefactError(f"the workspace cannot be copied: {made.output[-OUTPUT_CHARS:]}")
-    paths = [name for name in task.artefacts if name[-1:] != "/" and not set(name) & set("*?[")]
+    paths = task.named_artefacts
     if len(paths) < len(task.artefacts):
         reply = sandbox.call("listing", most=MOST_FILES)[0]
         if reply["count"] > MOST_FILES:

@@ -2,6 +2,8 @@
 
 import csv
 import io
+import os
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -9,10 +11,10 @@ from itertools import islice
 from pathlib import Path
 from statistics import fmean, median
 
-from flatlab.errors import UserError
+from flatlab.errors import ArtefactError, UserError
 from flatlab.files import cache_dir, recall
 from flatlab.task.definition import Task
-from flatlab.task.grading import grade
+from flatlab.task.grading import grade, read_artefacts
 
 SENTENCE_CHARS = 800  # end of Score.grader_output in a sentence
 
@@ -38,10 +40,10 @@ def check_grader(task: Task, make_sandbox) -> None:
     """Grades the first trivial rule on each part; without one, grade_csv.py gets an empty file.
 
     Raises UserError if the grader gives neither a score nor a reason, or if it refuses a rule of
-    task.trivial: it would not score any episode. Also if the sandbox lacks required packages.
+    task.trivial: it would not score any episode. Also if the sandbox lacks required packages, or if
+    an agent could not hand in the artefacts.
     """
-    if task.requirements:
-        make_sandbox().close()
+    check_artefacts(task, make_sandbox)
     rules = [*islice(trivial_rules(task), 1)]
     if not rules and "grade_csv.py" in task.hidden:
         rules = [("an empty file", {task.artefacts[0]: b""})]
@@ -54,6 +56,33 @@ def check_grader(task: Task, make_sandbox) -> None:
                     f"The grader of task {task.name} is broken: it gives the rule {name!r} no "
                     f"score on the {split} part: {score.message} {output}"
                 )
+
+
+def check_artefacts(task: Task, make_sandbox) -> None:
+    """Writes the artefacts as an agent does, and collects them as for a grading. Raises UserError
+    if one cannot be written or is missing then.
+    """
+    folders = [f"{name}file" for name in task.artefacts if name.endswith("/")]
+    names = [] if task.collect else task.named_artefacts + folders
+    command = "".join(
+        f"mkdir -p ./{shlex.quote(os.path.dirname(name))} && echo {shlex.quote(name)} "
+        f"> {shlex.quote(name)} || exit\n"
+        for name in names
+    )
+    box = make_sandbox()
+    try:
+        files = task.public.items()
+        box.put({path: file for path, file in files if path not in box.premounted})
+        written = box.run(command, 60)
+        if written.exit_code:
+            raise ArtefactError(written.output)
+        read_artefacts(task, box)
+    except ArtefactError as error:
+        raise UserError(
+            f"Task {task.name}: no agent could hand in its artefacts: {error}"
+        ) from None
+    finally:
+        box.close()
 
 
 def trivial_rules(task: Task) -> Iterator[tuple[str, dict[str, bytes]]]:

@@ -11,6 +11,7 @@ import json
 import math
 import re
 
+from flatlab.errors import Refusal
 from flatlab.task.definition import Task
 from flatlab.world.episode import clip
 
@@ -94,10 +95,12 @@ async def reply_to(t, node, talk: list[dict], seed: int) -> str:
     if room >= LEAST_ROOM:
         try:
             sample = await t.policy.sample(prompt, room, seed=seed)
-        except OverflowError as problem:  # by the count of an endpoint
-            node.decision["refused"] = str(problem)
+        except Refusal as refusal:
+            node.decision["refused"] = str(refusal)
             return ""
         node.tokens += sample.reply_tokens
+        if sample.note:
+            node.decision["refused"] = sample.note
         return sample.text
     return ""
 

@@ -1,7 +1,8 @@
 """The action of a reply: the text of its one bash block.
 
-A block starts at a line ```bash and ends at the first closing fence at which bash itself reports no
-open here-document, so a here-document may hold fences, as a README does.
+A block starts at a line ```bash, also in a list or a quotation, whose indent its lines lose. It
+ends at the first closing fence at which bash itself reports no open here-document, so a
+here-document may hold fences, as a README does.
 """
 
 import functools
@@ -14,7 +15,9 @@ from dataclasses import dataclass, field
 from flatlab.errors import UserError
 
 THOUGHT_ENDS = "</think>"
-FENCE = re.compile(r" {0,3}(`{3,})([^`]*)$")
+FENCE = re.compile(r"( {0,3})(`{3,})([^`]*)$")
+# An opening fence may follow the markers of lists and quotations.
+OPENING = re.compile(r"((?:[ \t]*(?:>|(?:[-*+]|\d{1,9}[.)])(?=[ \t])))*[ \t]*)(`{3,})([^`]*)$")
 # Categories of characters without width, which nobody sees beside a fence: joiners, marks of
 # direction, selectors of a glyph
 NO_WIDTH = ("Cf", "Mn")
@@ -73,12 +76,22 @@ class Block:
     language: str
     ticks: int  # least number of backticks of its fences
     is_bash: bool  # its here-documents may hold fences
+    indent: str = ""  # text before its opening fence, as far as the first line has it, too
     lines: list[str] = field(default_factory=list)
+    is_blank: bool = True
     is_closed: bool = False
 
     @property
     def text(self) -> str:
         return "\n".join(self.lines)
+
+    def add(self, line: str) -> None:
+        """Adds a line without the indent."""
+        rest = without_indent(line, self.indent)
+        if self.is_blank and rest.strip():
+            self.is_blank = False
+            self.indent = self.indent[: len(line) - len(rest)]
+        self.lines.append(rest)
 
 
 def extract_action(reply: str) -> str:
@@ -109,7 +122,7 @@ def extract_action(reply: str) -> str:
         raise ValueError(
             "The ``` block is not closed; it may have been cut off at the length limit."
         )
-    if not block.text.strip():
+    if block.is_blank:
         raise ValueError("The block is empty.")
     return block.text
 
@@ -123,22 +136,36 @@ def find_blocks(text: str, shells: tuple = SHELLS) -> list[Block]:
     blocks = []
     checks = 0
     for line in text.split("\n"):
-        fence = FENCE.match(as_seen(line)) if line.count("`") >= 3 else None
+        opening = OPENING.match(as_seen(line)) if line.count("`") >= 3 else None
         block = blocks[-1] if blocks and not blocks[-1].is_closed else None
-        may_close = fence and block and len(fence[1]) >= block.ticks
+        fence = opening
+        if opening and block:
+            fence = FENCE.match(without_indent(as_seen(line), block.indent))
+        may_close = fence and block and len(fence[2]) >= block.ticks
         if may_close and block.is_bash:
             checks += 1
             if checks > CHECKS:
                 raise ValueError(f"There are more than {CHECKS} fences in the reply.")
             may_close = open_heredoc(block.text) is None
         if block and not may_close:
-            block.lines.append(line)
-        elif block and not fence[2].strip():
+            block.add(line)
+        elif block and not fence[3].strip():
             block.is_closed = True
         elif fence:
-            language = fence[2].strip().lower()
-            blocks.append(Block(language, len(fence[1]), language in shells))
+            indent, ticks, language = opening.groups()
+            language = language.strip().lower()
+            blocks.append(Block(language, len(ticks), language in shells, indent))
     return blocks
+
+
+def without_indent(line: str, indent: str) -> str:
+    """The line without as much of the indent as it has; blanks stand for the marker of a list."""
+    size = 0
+    for char, other in zip(line, indent):
+        if not (char.isspace() or char == other == ">"):
+            break
+        size += 1
+    return line[size:]
 
 
 def as_seen(line: str) -> str:

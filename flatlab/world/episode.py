@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from statistics import fmean
 from types import SimpleNamespace
 
-from flatlab.errors import SandboxFault, UserError
+from flatlab.errors import Refusal, SandboxFault, UserError
 from flatlab.model.chat import Sample
 from flatlab.options import EpisodeOptions
 from flatlab.task.definition import Task
@@ -30,11 +30,6 @@ from flatlab.world.blocks import THOUGHT_ENDS
 
 # Threads wait for sandboxes and do not compute. They are started as needed.
 THREADS = ThreadPoolExecutor(512, "sandbox")
-# Observation after a reply of thoughts alone, which an endpoint leaves out
-CUT = (
-    "Nothing was run. The reply is empty: it was cut at its limit (--max-reply-tokens), before the "
-    "thinking ended."
-)
 
 
 @dataclass
@@ -75,9 +70,9 @@ class Episode:
     when: str = ""  # name of the file in transcripts/
     step: int | None = None  # of training, or round of a search that learns
     group: int | None = None  # number of the group that it is compared with
-    # reason of the end: Step.ended, or turn_limit, context_limit, time_limit, crashed (the agent
-    # broke the sandbox), fault (it would have broken without the agent), or exit (of an agent
-    # program); "" while it is played
+    # reason of the end: Step.ended, or turn_limit, context_limit, time_limit, refused (by an
+    # endpoint), crashed (the agent broke the sandbox), fault (it would have broken without the
+    # agent), or exit (of an agent program); "" while it is played
     status: str = ""
     # On the first part of the data: in the task's unit, its standard error if the grader gives one,
     # and see flatlab/task/value.py. None without a valid submission; a failure has the value -1.
@@ -103,7 +98,7 @@ class Episode:
     grader_output: str = ""  # see Score; no prompt may hold it
     record: str = ""  # see Score
     fault: str = ""  # why the sandbox broke, or how an agent program ended
-    refusal: str = ""  # words of an endpoint that found a request too long
+    refusal: str = ""  # sentence of an endpoint that refused a request
 
     segments: list[Segment] = field(default_factory=list)  # several if earlier text was cut
     packed: bytes = b""  # segments in the form of the disk, see packed_tokens
@@ -183,11 +178,13 @@ EXCEPTION = re.compile(r"[\w.]+(Error|Exception)\b")
 
 
 def error_of(episode: Episode, message: str) -> str:
-    """The last failed command of an episode without a score, and the grader's message."""
+    """Words of the endpoint that refused to go on, or the last failed command of an episode without
+    a score and the grader's message.
+    """
     failed = ("error", "timeout", "rejected")
     errors = [turn["observation"] for turn in episode.turns if turn["status"] in failed]
-    said = filter(None, [*errors[-1:], message, episode.fault, episode.refusal])
-    return clip("\n".join(said), ERROR_CHARS)
+    said = filter(None, [*errors[-1:], message, episode.fault])
+    return clip(episode.refusal or "\n".join(said), ERROR_CHARS)
 
 
 def reason_of(episode: Episode) -> str:
@@ -350,8 +347,8 @@ async def play(
             except SandboxFault as fault:
                 episode.add(before, sample, turn_record(sample, broken(fault)))
                 raise
-            if sample.stop_reason == "length" and not sample.text.strip():
-                step = replace(step, observation=CUT)
+            if sample.note and step.status == "rejected":
+                step = replace(step, observation=f"{step.observation} {sample.note}")
             turn = turn_record(sample, step)
             episode.add(before, sample, turn)
             if step.ended:
@@ -362,14 +359,11 @@ async def play(
                 turn["note"] = prompts.note(options, env.task, episode.turns, turns_left, left)
             history.add(sample, step.observation, turn["note"])
         return "turn_limit"
-    except OverflowError as problem:
-        episode.refusal = str(problem)
-        if episode.refusal and not episode.turns:
-            raise UserError(
-                "The endpoint finds the first request of an episode too long: lower --context or "
-                f"--max-reply-tokens. It said: {problem}"
-            ) from None
+    except OverflowError:
         return "context_limit"
+    except Refusal as refusal:
+        episode.refusal = str(refusal)
+        return "refused"
     except TimeoutError:
         return "time_limit"
 

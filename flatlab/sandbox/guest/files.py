@@ -5,6 +5,7 @@ Standard library only, Python 3.8 or newer.
 
 import errno
 import heapq
+import math
 import os
 import stat
 import time
@@ -23,8 +24,14 @@ class Files:
         self.send = send
         self.workspace = config.workspace
         self.name = os.path.basename(config.workspace)
-        self.begin = time.time()
+        self.begin = time.monotonic()
+        self.ahead = math.inf  # least seconds that the wall clock was seen ahead of this one
+        self.look_at_clock()
         self.home = os.open(os.path.dirname(config.workspace), os.O_RDONLY | os.O_DIRECTORY)
+
+    def look_at_clock(self):
+        """Notes whether the wall clock was set back, which sets the times of files."""
+        self.ahead = min(self.ahead, time.time() - time.monotonic())
 
     def descend(self, path, user=None):
         """(fd of the folder, last name) of a path in the workspace. Follows no link on the way.
@@ -125,11 +132,12 @@ class Files:
         Also the names in the folders among them. A change sets the ctime, which no command can set
         back. Mounts below a root are left out.
         """
+        self.look_at_clock()
         paths = []
         folders = {}
         for root in roots:
             for path, info, names in walk(root):
-                if info.st_ctime < self.begin:
+                if info.st_ctime < self.begin + self.ahead:
                     continue
                 path = os.path.relpath(path, self.workspace)
                 paths.append(path)

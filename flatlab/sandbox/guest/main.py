@@ -403,6 +403,7 @@ class Runner:
             reply, data = {"error": MESSAGES.get(error.errno) or error.strerror}, b""
         except (ValueError, RuntimeError) as error:  # RecursionError, too
             reply, data = {"error": str(error)}, b""
+        self.files.look_at_clock()
         if data:
             self.send(data)
         self.send(b"")
