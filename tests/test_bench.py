@@ -4,12 +4,19 @@ import os
 import shlex
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from bench import __main__ as bench
-from helpers import PROJECT
-from tools import check_prose
+from bench import gpu
+from flatlab.files import read_mapping
+from flatlab.model import memory
+from helpers import PROJECT, python
+from policy import Policy
+from tools import check_prose, gpu_check, gpu_sums
 
 # Sections of whole runs (pretrained, partial-credit) are the functions of `objectives` with other
 # flags; agent runs beside TRL below.
@@ -76,6 +83,140 @@ def test_a_written_section_keeps_what_is_below_its_table(tmp_path, monkeypatch):
     assert "old" not in text and "| 1 |" not in text
     assert "2 cores\nCode at " in text and ": `policy.py flatlab/model`\n\n| b |" in text
     assert text.endswith("| 2 |\n\nwords\n\n## train\n\nkept\n")
+
+
+# ------------------------------------------------------------------ gpu
+
+
+def test_packages_in_a_folder_are_found_by_every_part():
+    code = "from bench.measure import ENVIRONMENT; print(ENVIRONMENT['PYTHONPATH'])"
+    paths = os.pathsep.join([f"{PROJECT}/tests", "/x"])
+    done = python("-c", code, env=os.environ | {"PYTHONPATH": paths})
+    assert done.stdout.strip().endswith(f"{os.pathsep}/x"), done.stderr
+
+
+def test_the_stream_of_an_engine_is_chosen_before_it_is_built(monkeypatch):
+    calls = []
+
+    def built(*_, **__):
+        calls.append(f"engine, own stream: {Policy.own_stream}")
+        raise InterruptedError
+
+    monkeypatch.setattr(gpu_check, "has_gpu", lambda: True)
+    monkeypatch.setattr(gpu_check, "make_policy", built)
+    monkeypatch.setattr(gpu, "model_path", str)
+    monkeypatch.setattr(Policy, "own_stream", True)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda: "default stream")
+    monkeypatch.setattr(torch.cuda, "set_stream", calls.append)
+    for part in ("stream", "one-stream"):
+        with pytest.raises(InterruptedError):
+            next(gpu.PARTS[part][0]())
+    assert calls == [
+        "engine, own stream: True",
+        "default stream",
+        "engine, own stream: False",
+    ]
+
+
+def test_every_update_fits_on_a_card_of_80_gb():
+    """Beside the weights of two models: one may not yet be gone."""
+    config = gpu_sums.config_of(gpu.LARGE)
+
+    def needed(count, episodes, is_lean=True):
+        copies = memory.copy_weight(config) * 2048 * episodes
+        tokens = 2048 + episodes * 1920 + int(copies)
+        weights = 2 * 2 * 4_022_468_096
+        return (weights + memory.bytes_needed(tokens, config, 2, is_lean, count)) / 2**30
+
+    cases = gpu.update_cases(36)
+    assert [case[2] for case in cases[:4]] == [36, 17, 25, 36]
+    assert {name for _, on, *_ in cases for name in on} == {*gpu.MENDS, *gpu.IDEAS}
+    for name, on, count, episodes in cases:
+        assert needed(count, episodes, "varlen" in on) < 79 - 1.5, name
+    assert needed(0, 8) > 79
+
+
+def test_a_step_of_the_optimizer_is_measured_without_a_backward_pass(monkeypatch):
+    monkeypatch.setattr(gpu_check, "one_update", None)
+    assert [row[0] for row in gpu.optimizer()] == ["AdamW, fused", "AdamW, not fused"]
+
+
+def test_rows_are_read_while_they_are_written(tmp_path):
+    code = (
+        "import sys; file = open('rows', 'a'); print('{\"step\": 0}\\n{\"st', file=file, end='',"
+        "flush=True); sys.stdin.read(); print('ep\": 1}', file=file)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, cwd=tmp_path)
+    rows = gpu.rows_as_written(tmp_path / "rows", process)
+    assert next(rows) == {"step": 0}
+    assert process.poll() is None
+    process.stdin.close()
+    assert [*rows] == [{"step": 1}]
+
+
+@pytest.mark.slow
+def test_a_step_of_the_preset_learns():
+    """Though its random model submits nothing."""
+    rows = [*gpu.preset(0)]
+    assert [what for what, *_ in rows] == [f"step {n} of the preset, --ahead 0" for n in (0, 1)]
+    assert all("grad_norm " in note and "seconds_train " in note for *_, note in rows), rows
+
+
+def test_the_parts_of_a_call_end_within_its_limit_and_have_one_key_of_the_compile_cache(
+    monkeypatch,
+):
+    preset = read_mapping(PROJECT / "configs/grpo-80gb.yaml")
+    sizes = gpu.RANK, gpu_check.REQUESTS, gpu.CONTEXT
+    assert sizes == (preset["lora_rank"], preset["concurrency"], preset["context"])
+    first = [gpu.PARTS[name] for name in gpu.CALLS["first"].split(",")]
+    assert sum(limit for _, limit, _ in first) <= 600
+    assert not any(environment for *_, environment in first)
+    monkeypatch.setattr(gpu, "run_part", lambda name: [(name, "1 s", "")])
+    _, rows = gpu.gpu(SimpleNamespace(only="second"))
+    assert [what for what, *_ in rows] == gpu.CALLS["second"].split(",")
+    with pytest.raises(SystemExit, match="there is no strat; there are start, start-again"):
+        gpu.gpu(SimpleNamespace(only="start,strat"))
+
+
+def test_a_random_model_that_was_cut_is_made_again(tmp_path, monkeypatch):
+    from transformers import PreTrainedTokenizerBase
+
+    def cut(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(gpu_sums.SHAPES, "small", (16, 1, 2, 32, True))
+    save = PreTrainedTokenizerBase.save_pretrained
+    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", cut)
+    with pytest.raises(KeyboardInterrupt):
+        gpu_check.random_model(tmp_path / "a" / "model", "small")
+    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", save)
+    made = Path(gpu_check.random_model(tmp_path / "a" / "model", "small"))
+    assert (made / "config.json").exists() and (made / "tokenizer.json").exists()
+    assert [path.name for path in made.parent.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("given", [[], ["--model", "a"]])
+def test_the_check_of_a_gpu_makes_its_model_in_a_part(tmp_path, monkeypatch, given):
+    """The process of the check itself would keep the memory of it."""
+    parts = []
+
+    def run_part(name, model, _):
+        parts.append((name, model))
+        return [("what", "1 s", "")]
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--parts", "budget", *given])
+    monkeypatch.setattr(gpu_check, "has_gpu", lambda: True)
+    monkeypatch.setattr(gpu_check, "describe", lambda: "a card")
+    monkeypatch.setattr(gpu_check, "random_model", None)
+    monkeypatch.setattr(gpu_check, "run_part", run_part)
+    gpu_check.main()
+    random = "logs/gpu-check/qwen3-0.6b"
+    expected = [("budget", "a")] if given else [("model", random), ("budget", random)]
+    assert parts == expected
+
+
+# ------------------------------------------------------------------ all sections
 
 
 @pytest.mark.slow

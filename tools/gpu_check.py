@@ -37,6 +37,7 @@ SECONDS = 300  # time limit of a part
 REQUESTS = 64  # without a GPU 8 of 32 tokens
 TOKENS = 128  # of a request
 PROMPT = 256  # tokens
+CONTEXT = 2048  # tokens
 EPISODES = 8
 FOLDER = Path("logs/gpu-check")
 
@@ -58,20 +59,26 @@ def has_gpu() -> bool:
 
 def random_model(folder: Path, name: str = "Qwen/Qwen3-0.6B") -> str:
     """A random model with this shape and the tokenizer of the stand-in. It stays: the path of a
-    model is a part of the key of vLLM's compile cache.
+    model is a part of the key of vLLM's compile cache. One that was cut while it was written is
+    made again.
     """
     import torch
     from transformers import AutoTokenizer, Qwen3ForCausalLM
 
     if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = folder.with_name(f"{folder.name}.unfinished")
         tokenizer = AutoTokenizer.from_pretrained(ROOT / "configs" / "tiny")
         ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
         config = config_of(name, max_position_embeddings=16384, bos_token_id=None, **ends)
         torch.manual_seed(0)
         with torch.device("cuda" if has_gpu() else "cpu"):
             model = Qwen3ForCausalLM(config).to(torch.bfloat16)
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        unfinished.rename(folder)
+        del model
+        torch.cuda.empty_cache()  # it is the memory of others now
     return str(folder)
 
 
@@ -81,7 +88,8 @@ def make_policy(model: str, **options):
     from policy import Policy
 
     Policy.dtype = DTYPE
-    return Policy(resolve_model(model), ModelOptions(context=2048), max_batch=REQUESTS, **options)
+    model_options = ModelOptions(context=CONTEXT)
+    return Policy(resolve_model(model), model_options, max_batch=REQUESTS, **options)
 
 
 def gib(count: float) -> str:
@@ -214,6 +222,13 @@ def start_twice(model: str) -> list:
     return [(name, *row[1:]) for name, row in zip(("first start", "second start"), rows)]
 
 
+def model_made(model: str) -> list:
+    """Makes the random model, in a process whose memory is free afterwards."""
+    begin = time.perf_counter()
+    random_model(Path(model))
+    return [("random model", f"{time.perf_counter() - begin:.1f} s", model)]
+
+
 PARTS = {"parity": parity, "budget": budget, "update": update, "decode": decode}
 PARTS |= {"start": start, "start-twice": start_twice}
 
@@ -262,7 +277,8 @@ def main() -> None:
         DTYPE = cfg.dtype
         if not has_gpu():
             REQUESTS, TOKENS = 8, 32
-        print("\n" + json.dumps(PARTS[cfg.part](cfg.model)))
+        part = model_made if cfg.part == "model" else PARTS[cfg.part]
+        print("\n" + json.dumps(part(cfg.model)))
         return
     unknown = set(cfg.parts) - set(PARTS)
     if unknown:
@@ -270,9 +286,12 @@ def main() -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
     heading = describe()
     print(heading, flush=True)
-    model = cfg.model or (random_model(FOLDER / "qwen3-0.6b") if has_gpu() else "tiny")
+    model, parts = cfg.model or "tiny", [*(cfg.parts or PARTS)]
+    if has_gpu() and not cfg.model:
+        model = str(FOLDER / "qwen3-0.6b")
+        parts.insert(0, "model")
     rows = []
-    for name in cfg.parts or PARTS:
+    for name in parts:
         begin = time.monotonic()
         found = run_part(name, model, cfg.dtype)
         rows += [(name, *row) for row in found]
