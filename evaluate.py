@@ -92,8 +92,9 @@ async def evaluate(policy, tasks: list, numbers: list[int], cfg: Config, run) ->
         statuses = [row["status"] for row in played.values()]
         if {*statuses} != {"fault"}:
             run.update_result(**result_json(played, tasks), seconds=earlier + spent)
-        left = spent / (len(played) - before) * (len(numbers) - len(played))
-        console.episode_made(episode, len(played), len(numbers), left)
+        done, planned = len(played) - before, len(numbers) - before
+        eta = spent / done * (planned - done) if 10 * done >= planned else None
+        console.episode_made(episode, len(played), len(numbers), eta)
         stop_after_faults(statuses, episode.fault)
 
     async with asyncio.TaskGroup() as together:
@@ -192,7 +193,6 @@ def first_results(tasks: list, left_out: dict) -> dict:
     """The first content of result.json. left_out: name of a task -> why it is not played."""
     return metrics.first_results(tasks, "evaluation") | {
         "selected_on_test": False,
-        "split": metrics.split_of(tasks),
         "larger_is_better": {task.name: task.higher_is_better for task in tasks},
         "left_out": left_out,
     }

@@ -47,6 +47,7 @@ from typing import Literal
 import env
 from flatlab import options, threads
 from flatlab.errors import UserError, finite, finite_list
+from flatlab.heartbeat import heartbeat
 from flatlab.runs import cli, start
 from flatlab.task.value import evaluation_columns, summary_text
 from flatlab.train import checkpoint, metrics
@@ -372,6 +373,7 @@ async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
         seed = plan.seed * 100_003 + number
         async with slots.slot(plan.order), env.Env(task, cfg.sandbox, seed) as world:
             episode = await run_episode(world, policy, cfg.episode, None, plan.test, job.play)
+        plan.ended += 1
         if episode.status != "fault":
             episode.reward = reward_of(episode, cfg)
         return episode
@@ -382,6 +384,7 @@ async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
             # is closed.
             async with asyncio.TaskGroup() as together:
                 task = planned[number]
+                plan.started += plan.size
                 places = range(number * plan.size, (number + 1) * plan.size)
                 plays = [together.create_task(one(task, i)) for i in places]
             group = Group(number, task, [playing.result() for playing in plays])
@@ -399,8 +402,10 @@ async def evaluate(policy, cfg: Config, job, name: str, seed: int, test=False) -
 
     They are saved under this name. No update happens meanwhile. Returns the groups.
     """
-    planned = itertools.islice(itertools.cycle(job.tasks), cfg.eval_episodes)
-    groups = await play_groups(policy, Plan([*planned], 1, seed, test=test), cfg, job)
+    tasks = itertools.islice(itertools.cycle(job.tasks), cfg.eval_episodes)
+    plan = Plan([*tasks], 1, seed, test=test)
+    with heartbeat(plan.progress("evaluating ")):
+        groups = await play_groups(policy, plan, cfg, job)
     groups = await in_trainer(gather_groups, groups, job)
     checkpoint.save_groups(job.run, name, groups)
     return groups
@@ -413,12 +418,16 @@ async def judge(policy, cfg: Config, job, name: str) -> dict:
     """
     result = {}
     if cfg.eval_episodes:
-        print(f"evaluating  {f'after step {job.step - 1}' if job.step else 'before training'}")
         seed = -1 - 2 * cfg.seed  # seeds of training are not negative
         begun = time.perf_counter()
         groups = await evaluate(policy, cfg, job, name, seed)
         job.evaluation_seconds = time.perf_counter() - begun
         result = metrics.evaluation(metrics.episode_rows(groups), job.tasks)
+        when = f"after step {job.step - 1}" if job.step else "before training"
+        print(
+            f"{when}: {summary_text(result)} ({metrics.split_of(job.tasks)} part, the "
+            f"{result['n']} seeds for selection)"
+        )
     await in_trainer(checkpoint.keep_best, policy, job, result | {"step": job.step - 1})
     return result
 
@@ -545,10 +554,11 @@ async def train(policy, cfg: Config, job, update=update, play=play) -> None:
     has a run to write.
     """
     job.play = play
+    job.start_clock()
     optimizer = policy.make_optimizer(cfg.lr, **ADAMW)
     rows = await begin(policy, optimizer, cfg, job)
     weights = [TASK_WEIGHTS.get(task.name, 1) for task in job.tasks]
-    playing = {}  # step -> its groups, as they are being played
+    playing = {}  # step -> its plan, and its groups as they are being played
     recording = None  # of the step before
     async with asyncio.TaskGroup() as together:
         while job.step < cfg.steps and not job.stopped:
@@ -560,8 +570,11 @@ async def train(policy, cfg: Config, job, update=update, play=play) -> None:
             for later in range(step, min(step + cfg.ahead + 1, cfg.steps)):
                 if later not in playing:
                     plan = plan_step(job.tasks, weights, cfg, later)
-                    playing[later] = together.create_task(play_groups(policy, plan, cfg, job))
-            groups = await playing.pop(step)
+                    groups = together.create_task(play_groups(policy, plan, cfg, job))
+                    playing[later] = plan, groups
+            plan, groups = playing.pop(step)
+            with heartbeat(plan.progress(f"step {step:3}")):
+                groups = await groups
             if recording:
                 await recording  # reads the weights, which change now
             times.append(time.perf_counter())
@@ -601,14 +614,15 @@ async def train(policy, cfg: Config, job, update=update, play=play) -> None:
                     in_trainer(record, policy, optimizer, played, rows, cfg, job)
                 )
 
-        for later in playing.values():  # steps after a collapse
-            later.cancel()
+        for _, groups in playing.values():  # of steps after a collapse
+            groups.cancel()
     await finish(policy, cfg, job)
 
 
 def record(policy, optimizer, groups: list[Group], rows: list[dict], cfg: Config, job) -> None:
     """Writes the last step, and prints its line."""
     checkpoint.write_step(policy, optimizer, job, rows[-1], groups)
+    job.update_result()
     console.step_made(job, rows, cfg)
 
 
@@ -630,8 +644,6 @@ async def begin(policy, optimizer, cfg: Config, job) -> list[dict]:
             result = await judge(policy, cfg, job, "before")
             job.update_result(before=result)
             job.track({"step": -1} | evaluation_columns(result))
-            split = metrics.split_of(job.tasks)
-            print(f"before training: {summary_text(result)} ({split}, N = {result['n']})")
     if policy.path.adapter:  # else the reference of the KL term is the base model
         policy.set_reference(Path("logs", cfg.name, "untrained"))
     return rows

@@ -776,3 +776,7 @@ def cpu_engine_options(context: int, compile: bool = False) -> dict:
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(context, 4096),
     }
+
+
+if __name__ == "__main__":  # it is no script, but --help is asked for
+    print(f"{__doc__}\nusage: a module; python evaluate.py --model NAME checks a model")

@@ -26,7 +26,7 @@ from flatlab.task.value import improvement, score_text, value_of
 from flatlab.view.columns import aligned
 
 AT_THE_TOP = 0.98  # improvement of a trivial rule that leaves no room above it
-FACTS = "task|metric|better|baseline|reference|exact|from|what is asked".split("|")
+FACTS = "task|metric|better|baseline|reference|exact|degenerate|from|what is asked".split("|")
 
 
 def load_task(
@@ -146,6 +146,7 @@ def task_table() -> str:
         if task.reference is not None:
             row["reference"] = score_text(task.reference, task)
         row["exact"] = "yes" if task.exact else "no"
+        row["degenerate"] = "yes" if degenerate(task) else "no"
         row["from"] = task.source
         row["what is asked"] = " ".join(task.prompt.split()).partition(". ")[0]
     return aligned(rows)

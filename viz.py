@@ -40,7 +40,7 @@ from flatlab.view.reader import (
     facts_above,
     find_runs,
     folder_of,
-    observed,
+    observations,
     score_or_outcome,
     transcripts_of,
 )
@@ -77,10 +77,11 @@ def show(run: RunData, row: dict) -> str:
     for key, title in (("system", "system message"), ("prompt", "first message")):
         if item.get(key):
             lines.append(f"\n── {title}\n{indented(item[key])}")
-    for number, turn in enumerate(item["turns"], 1):
+    turns = item["turns"]
+    for number, (turn, observed) in enumerate(zip(turns, observations(turns)), 1):
         facts = f"{turn['status']}   {turn['seconds_env']:.1f} s"
-        lines.append(f"\n── {number} of {len(item['turns'])}   {facts}")
-        lines += [turn["reply"], indented(observed(turn))]
+        lines.append(f"\n── {number} of {len(turns)}   {facts}")
+        lines += [turn["reply"], indented(observed)]
     return "\n".join(lines)
 
 
@@ -141,10 +142,10 @@ def best_of(run: RunData) -> dict:
 def run_summary(run: RunData) -> str:
     """Text of `python viz.py logs/<run>` about one run."""
     _, sentences = final_rows(run.result)
-    parts = [heading(run), " ".join(outcome_sentences(run)), "\n".join(sentences)]
-    parts += map(aligned, run_tables(run))
-    if NOUNS[run.kind] == "step":
-        parts.append(aligned(step_rows(run.rows)))
+    steps = aligned(step_rows(run.rows)) if NOUNS[run.kind] == "step" else ""
+    tables = map(aligned, run_tables(run))
+    answer = " ".join(outcome_sentences(run))  # at the end, where the prompt is
+    parts = [steps, heading(run), "\n".join(sentences), *tables, answer]
     return "\n\n".join(filter(None, parts))
 
 

@@ -94,6 +94,11 @@ def read_mapping(path: Path, default: dict | None = None, loader=YamlLoader) -> 
         content = json.loads(data) if path.suffix == ".json" else yaml.load(data, loader)
     except OSError as error:
         raise UserError(f"Cannot read {path}: {error.strerror}.") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        snippet = mark.get_snippet()  # the line, and a caret below it
+        text = f"{path} is damaged: {error.problem}, in line {mark.line + 1}:\n{snippet}"
+        raise UserError(text) from None
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path} is damaged: {reason}.") from None

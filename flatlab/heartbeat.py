@@ -3,15 +3,16 @@
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 
 EVERY = 10.0  # seconds
 
 
 @contextmanager
-def heartbeat(text: str):
+def heartbeat(text: str | Callable):
     """Inside, a line each 10 seconds ends with the seconds so far. A terminal gets one line, which
-    is rewritten.
+    is rewritten. text: or a function without arguments that returns it.
     """
     began = time.monotonic()
     has_ended = threading.Event()
@@ -20,7 +21,8 @@ def heartbeat(text: str):
         end, last = ("\r", "\n") if sys.stdout.isatty() else ("\n", "")
         with suppress(BrokenPipeError):
             while not has_ended.wait(EVERY):
-                print(f"{text} ({time.monotonic() - began:.0f} s)", end=end, flush=True)
+                said = text if isinstance(text, str) else text()
+                print(f"{said} ({time.monotonic() - began:.0f} s)", end=end, flush=True)
             if time.monotonic() - began >= EVERY:
                 print(end=last)
 

@@ -71,11 +71,15 @@ def test_help_loads_nothing_heavy_and_has_every_flag_in_the_docs():
 
 
 def test_without_the_environment_a_script_says_what_to_do():
-    for script in [*SCRIPTS, "policy.py", "examples/minimal.py", "examples/ppo.py"]:
+    for script in [*SCRIPTS, "examples/minimal.py", "examples/ppo.py"]:
         done = python("-S", script, "--help")
         said = f"{sys.executable} lacks packages: run `source .venv/bin/activate`, or"
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), script
         assert done.stderr.startswith(said)
+
+
+def test_policy_names_the_command_that_checks_a_model():
+    assert "python evaluate.py --model NAME" in python("policy.py", "--help").stdout
 
 
 def test_the_loop_in_the_readme_is_in_the_example():

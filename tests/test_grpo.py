@@ -448,7 +448,7 @@ def test_the_end_of_a_run_compares_the_adapters_and_a_longer_run_does_anew(play,
 
 
 @pytest.mark.parametrize("steps, adapters", [(0, 1), (2, 2)])
-def test_where_best_is_the_untrained_adapter_it_is_played_once(play, steps, adapters):
+def test_where_best_is_the_untrained_adapter_it_is_played_once(play, steps, adapters, capsys):
     """Also without a step."""
     episodes = Watched(0.8, 0.6)
     play(steps=steps, episode=episodes, eval_episodes=4, eval_every=2, guarded=False)
@@ -457,7 +457,12 @@ def test_where_best_is_the_untrained_adapter_it_is_played_once(play, steps, adap
     assert len(episodes.final) == 4 * adapters
     assert final["best_is_untrained"]
     assert final["best"]["difference"] == 0
-    assert "best is the untrained adapter" in final_table(result_of())
+    assert "the same adapter" in final_table(result_of())
+    evaluations = re.findall(
+        r"^(before training|after step \d): value .*", capsys.readouterr().out, re.M
+    )
+    assert evaluations == ["before training", "after step 1"][: steps // 2 + 1]
+    assert result_of()["seconds"] > 0
 
 
 def test_paired_differences_by_hand():

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import itertools
 import math
 import os
 import re
@@ -678,6 +679,10 @@ def test_what_takes_long_says_how_long(monkeypatch, capsys, is_terminal, end):
         time.sleep(0.1)
     said = capsys.readouterr().out
     assert said.startswith(2 * f"engine   is starting (0 s){end}")
+    played = itertools.count()
+    with heartbeat.heartbeat(lambda: f"{next(played)} of 8 episodes"):
+        time.sleep(0.1)
+    assert f"0 of 8 episodes (0 s){end}1 of 8 episodes (0 s){end}" in capsys.readouterr().out
     assert said.count("\n") == 1 if is_terminal else said.count("\r") == 0
 
 

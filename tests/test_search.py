@@ -220,9 +220,10 @@ def test_without_a_valid_node_there_is_no_best_one_and_the_reasons_are_named():
     has(t, nodes=12, value=-1, best_id=None, tested_id=None)
     assert counts(t, "outcome") == {"failed": 12} and counts(t, "value") == {-1: 12}
     assert {row["error"] for row in by_id(t).values()} == {"no submission"}
+    assert console.node_line(t, t.nodes["0.0"]).endswith("  no submission")
     found = best_node(run_of(t))
     assert (found["value_mean"], found["valid_share"], found["score_mean"]) == (-1, 0, None)
-    said = "No valid node: 12 x turn limit; 12 x no submission. 12 of 12 failed ("
+    said = "No valid node. 12 of 12 nodes failed (value -1): 12 x no submission; 0 faults."
     assert headline(t).startswith(said)
 
 
@@ -497,7 +498,7 @@ def test_global_scope_shows_other_branches():
 # ------------------------------------------------------------------ grids
 
 
-def test_a_grid_shares_the_workers():
+def test_a_grid_shares_the_workers_and_has_a_page(capsys):
     changes = []  # of the number of nodes that run
 
     def starts(node):
@@ -515,6 +516,10 @@ def test_a_grid_shares_the_workers():
     for tree in trees[2:]:  # of the task where lower is better
         scores = {row["score"]: row["id"] for row in rows(tree) if row["outcome"] == "valid"}
         has(tree, best_id=scores[min(scores)])  # also where it is below the baseline
+    where = trees[0].run.dir.parent
+    console.print_end(trees, where)
+    assert (where / "report.html").exists()
+    assert capsys.readouterr().out.endswith(f"again: python viz.py {where}\n")
 
 
 # ------------------------------------------------------------------ real sandboxes
@@ -638,8 +643,9 @@ def test_a_node_whose_files_are_too_large_keeps_its_score_but_nothing_builds_on_
 BAD_INPUT = {
     "--seed 0 -1": "--seed must be from 0 to 4294967295, not -1",
     "--seed 0 0": "--seed has a value twice",
-    "--select ucb --rule-args tau=1": "rule ucb has no 'tau'; it has drafts, c",
+    "--select ucb --rule-args tau=1": "rule ucb has no 'tau'; the names are drafts, c",
     "--select linear --sampling-mode tail": "--select linear asks for no strategies",
+    "--model x --url http://127.0.0.1:9/v1": "--url http://127.0.0.1:9/v1 does not answer: ",
     "--model x --url localhost:8/v1": "an address with its scheme, as http://localhost:8000/v1",
     "--model x --url me:secret@localhost:8/v1": "an address with its scheme, as http://local",
 }
@@ -656,6 +662,7 @@ def prepared(cfg):
 
 def test_bad_input_is_one_sentence_before_a_model_is_loaded(monkeypatch, capsys):
     refuses(search.main, BAD_INPUT, monkeypatch, capsys)
+    assert not Path("logs").exists()
 
 
 def test_a_grid_is_not_written_over_a_run():

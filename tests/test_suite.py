@@ -131,7 +131,8 @@ SHOWN = {
     "--suite mledojo": "The suite mledojo needs $MLEDOJO_ROOT",
 }
 PLAYED = {
-    "--suite nope": "configs/suites/nope.yaml: No such file",
+    "--suite builtn": "There is no suite builtn; did you mean builtin? the names are",
+    "--suite mine.yaml": "There is no suite mine.yaml",
     "--suite typo.yaml": "Unknown task 'titanicc'; did you mean titanic",
     "--suite gone.yaml": "None of these tasks can be played here. The file or folder",
     "--suite mlgym": "holds no published results",

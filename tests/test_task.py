@@ -673,13 +673,17 @@ def test_trivial_rules_of_classes_and_numbers(tmp_path):
     lines = ["id,colour,x,y"] + [f"{i},c{i % 3},{i % 30},{int(i % 3 > 0)}" for i in range(99)]
     test = "id,colour,x\n500,c1,1\n501,green,\n"  # green: never seen
     assert trivial(tmp_path, "\n".join(lines), test) == {
-        "always 1": "id,y\n500,1\n501,1\n",
-        "always 0": "id,y\n500,0\n501,0\n",
+        "always the most frequent, 1": "id,y\n500,1\n501,1\n",
+        "always the second most frequent, 0": "id,y\n500,0\n501,0\n",
         "always the mean, 0.666667": "id,y\n500,0.6666666666666666\n501,0.6666666666666666\n",
         "always the median, 1": "id,y\n500,1.0\n501,1.0\n",
     }
     names = trivial(tmp_path, "id,x,y\n1,1,b\n2,1,a\n3,1,b\n4,1,5\n", "id,x\n500,1\n")
-    assert [*names] == ["always b", "always a", "always 5"]
+    assert [*names] == [
+        "always the most frequent, b",
+        "always the second most frequent, a",
+        "always the third most frequent, 5",
+    ]
     lines = ["id,x,y"] + [f"{i},{i},{i * i}" for i in range(1, 101)]
     rules = trivial(tmp_path, "\n".join(lines), "id,x\n500,1\n501,100\n")
     assert {"always the mean, 3383.5", "always the median, 2550.5"} < set(rules)
@@ -1140,7 +1144,8 @@ def test_the_list_has_a_line_for_each_task_and_the_reason_for_one_that_is_broken
     write(tmp_path, {"configs/tasks/gone.yaml": "metric: loss"})
     monkeypatch.setenv("MLGYM_ROOT", str(tmp_path))
     lines = {line.split()[0]: line for line in tasks.task_table().splitlines()}
-    facts = "titanic accuracy higher 0.6782 0.7909 no configs/tasks Predict who survived".split()
+    facts = "titanic accuracy higher 0.6782 0.7909 no no configs/tasks Predict who survived".split()
     assert lines["titanic"].split()[: len(facts)] == facts
+    assert lines["battleOfSexes"].split()[5:7] == ["no", "yes"]
     assert "  yes    configs/tasks" in lines["circlePacking"]
     assert re.search("gone +- .*gone", lines["gone"])

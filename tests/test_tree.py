@@ -274,7 +274,7 @@ WRONG_CONSTANTS = {
     "ucb drafts=0": "is 0: .* of at least 1",
     "ucb c=-1": r"is -1\.0: .* 0",
     "ucb c=x": "is 'x'",
-    "mcts x=1": r"no 'x'; it has c, branching\.",
+    "mcts x=1": r"no 'x'; the names are c, branching\.",
     "linear x=1": r"no 'x'; it has none\.",
 }
 

@@ -93,6 +93,19 @@ def trained(folder, scores=(0.5, 0.7, 0.9), seed=0, result=(), **config):
     return stored(folder, {"final-best": best}, (), result, steps, seed=seed, **config)
 
 
+def untrained_is_best(folder, score, **config):
+    """A finished training run whose last adapter has this score, and whose best one is the
+    untrained one, with the score of the baseline.
+    """
+    untrained = [group(0.6, 0.6, 0.6)], "final-untrained"
+    played = {"untrained": untrained, "last": ([group(score, score, score)], "final-last")}
+    played["best"] = untrained
+    final = metrics.comparison(played, [SCALE], {"last": 1, "best": -1}) | {"n": 3}
+    steps = [step_row(step) for step in range(2)]
+    groups = {"final-untrained": untrained[0]}
+    return stored(folder, groups, (), {"final": final}, steps, **config)
+
+
 def search_run(folder, nodes, seed=1, **result):
     for order, each in enumerate(nodes):
         each.order, each.when = order, f"{order}"
@@ -183,7 +196,8 @@ def kind(name, keys=NEEDED):
 BROKEN = {
     "There is no folder": {},
     "no config.yaml": {"x": ""},
-    "config.yaml is damaged": STEP | {"config.yaml": "a: [1"},
+    "config.yaml is damaged: expected ',' or '\]'.*, in line 1:\n.*a: \[1\n.*\^$": STEP
+    | {"config.yaml": "a: [1\n"},
     "Cannot read .*result.json": STEP,
     "result.json is damaged": STEP | {"result.json": "{"},
     "by another version: its result.json has no baseline": STEP | {"result.json": "{}"},
@@ -204,8 +218,9 @@ def test_broken_empty_and_foreign_directories_are_one_sentence(tmp_path, sentenc
     write(directory, BROKEN[sentence])
     with user_error(sentence) as caught:
         reader.read_run(directory)
-    assert str(directory) in str(caught.value)
-    assert "\n" not in str(caught.value)
+    first, *snippet = str(caught.value).splitlines()
+    assert str(directory) in first
+    assert [line.strip() for line in snippet] == ["a: [1", "^"] * ("damaged: expected" in first)
 
 
 @pytest.mark.parametrize("name", reader.NOUNS)
@@ -308,6 +323,84 @@ def test_the_answer_of_a_comparison_is_a_sentence(tmp_path):
         "and bad-0 [lr=bad] have the values +0.6000 and +0.1000; 1 paired seed: too few for an "
         "interval."
     )
+
+
+def test_a_comparison_names_the_runs_in_which_nothing_was_gained(tmp_path):
+    """Their best adapter is the untrained one, so their values are equal whatever was trained."""
+    runs = [
+        untrained_is_best(tmp_path / f"{name}-{seed}", last, seed=seed, lr=name)
+        for name, last in (("brave", 0.55), ("ranks", 0.65))
+        for seed in range(2)
+    ]
+    text = compare.table(runs)
+    assert (
+        "\n\nThe best adapter is the untrained one, which says nothing about the "
+        "training, in 2 of 2 runs of brave (seeds 0, 1) (last adapter, validation part: -0.2500, "
+        "-0.2500) and 2 of 2 runs of ranks (seeds 0, 1) (last adapter, validation part: +0.2500, "
+        "+0.2500). "
+    ) in text
+    assert "have the values +0.0000 and +0.0000; 2 paired seeds: too few for an interval" in text
+    assert {row["last adapter"] for row in rows(*runs)} == {"-0.2500, -0.2500", "+0.2500, +0.2500"}
+    gained = compare.table([trained(tmp_path / "a"), trained(tmp_path / "b", lr=2.0)])
+    assert "untrained one, which" not in gained and "last adapter" not in gained
+
+
+def test_adapters_with_the_same_values_are_explained_by_how_far_the_last_one_moved(tmp_path):
+    """One sentence says that nothing was gained."""
+    run = untrained_is_best(tmp_path / "same", 0.6)
+    run.steps[-1]["kl"] = 6.2e-5
+    text = viz.run_summary(run)
+    assert (
+        "No evaluation during training was better than the untrained adapter, which is best/; the "
+        "last one, 6.2e-05 nats per token away (KL), has its value on each seed. "
+    ) in text
+    assert text.count("was better than the untrained") == 1
+    assert text.count("3 fresh seeds") == 2  # beside the table and beside the value
+    assert "on each seed" not in viz.run_summary(untrained_is_best(tmp_path / "moved", 0.5))
+
+
+def test_the_time_of_a_training_is_that_of_the_command(tmp_path):
+    """Its evaluations included."""
+    assert "2 steps in 0m12s" in results.heading(trained(tmp_path / "a", result={"seconds": 12.3}))
+
+
+def test_reasons_of_failures_are_counted_the_most_frequent_first(tmp_path):
+    errors = ["KeyError: 'a'", "KeyError: 'b'", "solve.py: TypeError: x", "no submission", "e", "f"]
+    nodes = [node(f"0.{number}", None) for number in range(7)]
+    for each, error in zip(nodes, [*errors, ""]):
+        each.reason = error
+    nodes[-1].status = "crashed"
+    assert results.ends([search_run(tmp_path / "a", nodes)]) == (
+        "7 of 7 nodes failed (value -1): 2 x KeyError, 1 x TypeError, 1 x no submission, 1 x e, "
+        "2 x other; 0 faults."
+    )
+    assert "1 x broke its sandbox" in results.ends([search_run(tmp_path / "b", nodes[-1:])])
+    training = stored(tmp_path / "c", {0: [group(0.7, None)], "eval-0": [group(None)]})
+    said = "1 of 2 training episodes failed (value -1): 1 x KeyError"
+    assert results.ends([training]).startswith(said)
+    assert results.ends([training] * 2).startswith(
+        "2 of 4 training episodes failed (value -1): 2 x"
+    )
+    assert f"\nc: {said}" in compare.table([training])
+
+
+def test_lines_that_were_read_before_are_folded_in_a_transcript():
+    warning = "WARNING: pip\nis old\nupdate it"
+    texts = (f"1\n{warning}", f"2\n{warning}\nnew", "is old\nupdate it")
+    turns = [{"observation": text, "note": ""} for text in texts]
+    first, second, third = reader.observations(turns)
+    assert (first, second, third) == (texts[0], "2\n[... 3 lines as above ...]\nnew", texts[2])
+
+
+def test_the_terminal_explains_the_columns_that_it_shows(monkeypatch, tmp_path):
+    runs = [trained(tmp_path / "a"), trained(tmp_path / "b", lr=2.0)]
+    monkeypatch.setenv("COLUMNS", "100")
+    narrow = compare.table(runs)
+    monkeypatch.setenv("COLUMNS", "400")
+    wide = compare.table(runs)
+    for title in ("gain over untrained", "measured on"):
+        assert f"\n{title}: " in wide and f"\n{title}: " not in narrow
+    assert "\nvalue: " in narrow
 
 
 def test_nothing_to_show_is_exit_code_2(tmp_path):
@@ -503,7 +596,7 @@ def test_two_training_runs_are_compared_in_pairs_with_their_uncertainty(tmp_path
         "pairs": 4,
     }
     assert worse.items() >= expected.items()
-    expected = {"measured on": "best adapter, validation part", "valid": 0.75, "faults": 2}
+    expected = {"measured on": "best adapter, validation part", "valid": 0.75}
     assert better.items() >= expected.items()
 
 
@@ -567,13 +660,15 @@ def test_one_table_for_a_task_whatever_differs(tmp_path):
 
 def test_a_run_that_is_not_finished_shows_its_last_steps(tmp_path):
     text = said(stored(tmp_path))
-    assert text.startswith("Last 1 step: value +0.5000, 75% valid, on the training part. ")
+    assert text.startswith(
+        "Episodes of the last 1 step: value +0.5000, 75% valid, on the validation part. "
+    )
     assert "Status: running" in text
 
 
 def test_why_no_node_is_valid(tmp_path):
     run = search_run(tmp_path, [node(f"0.{number}", None) for number in range(2)])
-    assert said(run).startswith("No valid node: 2 x turn limit; 2 x KeyError: 'missing'. 2 of 2")
+    assert said(run).startswith("No valid node. 2 of 2 nodes failed (value -1): 2 x KeyError; 0 f")
 
 
 def test_an_adapter_that_lost_half_of_its_valid_submissions_is_marked(tmp_path):
@@ -592,7 +687,7 @@ def test_an_evaluation_is_the_mean_over_all_episodes_on_the_test_part_if_it_was_
     run = evaluated(tmp_path / "a", (0.8, None, None))
     assert "All episodes: value +0.0000 ± 1.0000, 50% valid, " in said(run)
     assert "on the validation part." in said(run)
-    assert "1 of 3 failed (value -1), 1 fault. Status: running." in said(run)
+    assert "1 of 3 episodes failed (value -1): 1 x no file; 1 fault. Status: running." in said(run)
     assert [row["outcome"] for row in run.rows] == ["valid", "failed", "fault"]
     assert [line.split()[0] for line in viz.list_text(run).splitlines()[2:]] == ["0", "2", "4"]
     tested = evaluated(tmp_path / "b", (0.8, None), (0.7, 0.7))
@@ -611,7 +706,8 @@ def test_several_tasks_have_a_common_value_and_no_score_and_a_line_each(tmp_path
     [row] = rows(run)
     assert (row["value"], row["score"]) == ("+0.4000 ± 1.4000", "-")
     assert ", score" not in said(run)
-    assert compare.table([run]).startswith("titanic digits, evaluation: 1 run of one")
+    assert "titanic digits, evaluation\n\n" in compare.table([run])
+    assert "\n\n1 run of one setting" in compare.table([run])
     lines = results.final_table(run.result).splitlines()
     assert [line.split() for line in lines[1:]] == [
         ["all", "+0.5000", "±", "0.1000", "100%"],
@@ -644,8 +740,8 @@ def test_a_key_of_the_rows_is_one_picture(tmp_path, capsys):
     figure = plots.draw_panels(groups, ["value_mean"])
     assert figure.axes[0].get_title() == "value"
     assert names_in(figure.legends[0]) == ["x (seeds 0, 1, 2)"]
-    with user_error("No run has numbers 'x'; the last one has .*value_mean"):
-        printed(capsys, *folders, plot=("x",))
+    with user_error("No run has numbers 'valu_mean'; did you mean value_mean"):
+        printed(capsys, *folders, plot=("valu_mean",))
     with user_error("--plot and --format draw pictures"):
         printed(capsys, *folders, plot=keys, list=True)
 
@@ -703,8 +799,8 @@ def test_the_legend_covers_no_data_and_names_the_untrained_and_the_final_value(t
     figure.draw_without_rendering()
     axis = figure.axes[0]
     legend = axis.get_legend()
-    names = ["value", "value, evaluations, N = 64", "before training"]
-    names += ["best adapter, test part, N = 3"]
+    names = ["value", "value, evaluations, N = 64", "before training, same seeds"]
+    names += ["best/, test part, 3 fresh seeds"]
     assert names_in(legend) == names
     assert legend.get_window_extent().y0 >= axis.get_window_extent().y1
     assert [2, 0.3] in [line.get_xydata().ravel().tolist() for line in axis.lines]
@@ -726,7 +822,7 @@ def test_best_so_far_begins_with_the_first_valid_node_and_failures_count_in_a_me
     [axis] = plots.draw_panels([group_of(run)]).axes
     first, *best = y_of(axis, "steps-post")
     assert math.isnan(first) and best == pytest.approx([1, 1, 4 / 3, 4 / 3])
-    assert "x: failed" in axis.get_xlabel()
+    assert names_in(axis.get_legend()) == ["baseline", "a node", "a failed node", "best so far"]
     mean = plots.draw_panels([group_of(run, run)]).axes[0]
     assert y_of(mean, "steps-post")[0] == -1  # no valid node yet
 
@@ -753,6 +849,7 @@ def test_a_tree_names_its_nodes(tmp_path):
     ]
     bold = [line.get_xydata()[-1].tolist() for line in tree.lines if line.get_linewidth() > 1]
     assert bold == [[0.2, 0], [0.4, -1]]  # the path to the best
+    assert tree.get_xlim()[1] == plots.COLUMN  # no gap before the colour bar
     for id, name in {"0.1.2.3.4.5": "0.1.2.3.4.5", "0.1.2.3.4.567": "….1.2.3.4.567"}.items():
         tree, _ = plots.draw_tree(search_run(tmp_path / id, [node(id, 0.5)])).axes
         assert tree.texts[1].get_text().split()[0] == name
@@ -927,7 +1024,7 @@ def test_click_search_filter_sort_and_compare_nodes(tmp_path):
     seen, messages = browse(written(tmp_path, run), script, "#0.1")
     assert messages == []
     shown = "Best node (0.0.0): value +0.7500, accuracy 0.7500, on the validation part"
-    for text in (shown, "1 of 4 failed (value -1)", "KeyError: 'missing'"):
+    for text in (shown, "1 of 4 nodes failed (value -1): 1 x KeyError", "KeyError: 'missing'"):
         assert text in seen["body"]
     assert seen["open"]
     assert seen["clicked"]
@@ -983,7 +1080,7 @@ def test_a_comparison_begins_with_its_answer_and_nothing_is_beyond_the_page(tmp_
     """
     (answer, titles, tables, *fits), messages = browse(written(tmp_path, *runs), script, width=800)
     assert answer.startswith(
-        "a (seeds 0, 1, 2) [lr=aaaaaaaaa] and b (seeds 0, 1, 2) [lr=bbbbbbbbb] are equal on 3"
+        "a (seeds 0, 1, 2) [lr=aaaaaaaaa] and b (seeds 0, 1, 2) [lr=bbbbbbbbb] do not differ: "
     )
     assert titles == ["What differs", "Difference", "Each run", "How it was measured"]
     assert tables[:3] == ["run,lr", "run,runs,difference", "run,value,valid"]

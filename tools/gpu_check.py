@@ -26,7 +26,7 @@ from typing import Literal
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from flatlab import threads
-from flatlab.errors import UserError
+from flatlab.errors import UserError, nearest
 from flatlab.files import write_whole
 from flatlab.runs.cli import one_sentence, parse_config
 from tools.gpu_sums import config_of
@@ -280,9 +280,9 @@ def main() -> None:
         part = model_made if cfg.part == "model" else PARTS[cfg.part]
         print("\n" + json.dumps(part(cfg.model)))
         return
-    unknown = set(cfg.parts) - set(PARTS)
-    if unknown:
-        raise UserError(f"Unknown part {sorted(unknown)[0]}; there are {', '.join(PARTS)}.")
+    for part in cfg.parts:
+        if part not in PARTS:
+            raise UserError(f"Unknown part {part!r}; {nearest(part, [*PARTS])}.")
     FOLDER.mkdir(parents=True, exist_ok=True)
     heading = describe()
     print(heading, flush=True)

@@ -25,6 +25,7 @@ from dataclasses import replace
 from flatlab import options
 from flatlab.errors import UserError, first_cause, sentence_of, shown
 from flatlab.files import read_mapping
+from flatlab.model import endpoint
 from flatlab.model.path import ModelPath, default_model, model_name, resolve_model
 from flatlab.numbers import value_text
 from flatlab.runs import cli, store, trackers
@@ -113,6 +114,8 @@ def begin_run(cfg, tasks, model, is_finished, prompts="", where=None, **cell) ->
     trackers.check_packages(config.get("trackers", ()))
     made_by = fingerprint(tasks, prompts, None if config.get("url") else model)
     where = where or store.run_directory(cfg.name)
+    if config.get("url") and not where.exists():
+        endpoint.check_url(config["url"])
     run = store.open_run(where, config, made_by, cfg.RESUMABLE, is_finished)
     if run.finished:
         print(f"{where} was finished before: nothing is left to run.")

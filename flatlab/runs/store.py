@@ -256,7 +256,9 @@ def read_own(read, file: Path, **options):
     try:
         return read(file, **options)
     except UserError as error:
-        raise UserError(f"{str(error).rstrip('.')}. {WAY_OUT}") from None
+        text = str(error)
+        between = "\n" if "\n" in text else " "  # of YAML the last line is a caret
+        raise UserError(f"{text}{between}{WAY_OUT}") from None
 
 
 def open_run(

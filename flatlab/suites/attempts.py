@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flatlab.errors import UserError
+from flatlab.errors import UserError, nearest
 from flatlab.files import read_mapping
 from flatlab.runs.fingerprint import ROOT
 from flatlab.task.mledojo import mledojo_names
@@ -29,6 +29,9 @@ def read_suite(name: str) -> dict:
     Raises UserError if there is no such file, or if it needs a root that is not set or is empty.
     """
     path = Path(name) if name.endswith(".yaml") else ROOT / f"configs/suites/{name}.yaml"
+    if not path.exists():
+        known = sorted(file.stem for file in (ROOT / "configs/suites").glob("*.yaml"))
+        raise UserError(f"There is no suite {name}; {nearest(name, known)}.")
     suite = {"name": name, "needs": "", "settings": {}, "notes": ""} | read_mapping(path)
     needs = suite["needs"]
     suite["roots"] = {}

@@ -122,7 +122,9 @@ def csv_rules(train: Path, test: Path) -> Iterator[tuple[str, str]]:
             return
         place = names.index(targets[0])
         counts = Counter(row[place] for row in rows if row)
-    constants = {value: value for value, _ in counts.most_common(3)}
+    ranks = ("the most frequent", "the second most frequent", "the third most frequent")
+    frequent = zip(ranks, counts.most_common(3))
+    constants = {f"{rank}, {value}": value for rank, (value, _) in frequent}
     with suppress(ValueError):  # not all of them are numbers
         numbers = list(map(float, counts.elements()))
         for kind, middle in (("mean", fmean(numbers)), ("median", median(numbers))):

@@ -55,6 +55,12 @@ class Plan:
     replacements: Sequence[Task] = ()
     test: bool = False  # whether to score the test part, too
     order: int = -1  # priority for sandboxes, lower runs first: evaluations, then step by step
+    started: int = 0  # episodes so far
+    ended: int = 0
+
+    def progress(self, name: str) -> Callable:
+        """A function that returns a line about its episodes, see heartbeat."""
+        return lambda: f"{name}: {self.ended} of {self.started} episodes"
 
     def numbers(self, ranks) -> tuple[range, range]:
         """Numbers of the groups and of the replacements that this rank plays."""

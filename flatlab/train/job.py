@@ -25,6 +25,7 @@ import os
 import pickle
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -230,6 +231,7 @@ class TrainingRun:
     slots: Slots | None = None  # of the sandboxes of this process
     step: int = 0  # the next one; as many steps of training are in the weights
     best: dict | None = None  # evaluation of the adapter in best/
+    began: float = 0.0  # see start_clock()
     evaluation_seconds: float = 0.0  # of the latest evaluation
     stopped: str = ""  # why metrics.collapse ended the run
     ranks: Ranks = field(default_factory=join)
@@ -240,10 +242,15 @@ class TrainingRun:
             self.run = open_run(*args)
         self.finished = self.ranks.first(bool(self.run and self.run.finished))
 
+    def start_clock(self) -> None:
+        """Begins to count the seconds of the run, after those of earlier starts."""
+        earlier = self.run.result.get("seconds", 0.0) if self.run else 0.0
+        self.began = time.monotonic() - earlier
+
     def update_result(self, **fields) -> None:
-        """Merges the fields into result.json."""
+        """Merges the fields and the seconds of the run into result.json."""
         if self.run:
-            self.run.update_result(**fields)
+            self.run.update_result(**fields, seconds=time.monotonic() - self.began)
 
     def track(self, row: dict) -> None:
         """Hands a row to the trackers."""

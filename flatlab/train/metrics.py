@@ -34,6 +34,7 @@ def first_results(tasks: list[Task], kind: str) -> dict:
         "value": None,
         "task": " ".join(task.name for task in tasks),
         **scale,
+        "split": split_of(tasks),
         "selected_on_test": any(task.selected_on_test for task in tasks),
         "degenerate": warning(tasks),
     }

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from flatlab.errors import UserError, finite
+from flatlab.errors import UserError, finite, nearest
 from flatlab.tree.nodes import Choice, Node, Tree
 
 
@@ -48,10 +48,8 @@ class Rule:
         for text in cfg.rule_args:
             key, _, value = text.partition("=")
             if key not in values:
-                names = ", ".join(values) or "none"
-                raise UserError(
-                    f"--rule-args {text}: rule {cfg.select} has no {key!r}; it has {names}."
-                )
+                hint = nearest(key, [*values])
+                raise UserError(f"--rule-args {text}: rule {cfg.select} has no {key!r}; {hint}.")
             kind = type(values[key])
             lowest = 1 if kind is int else 0
             with suppress(ValueError):

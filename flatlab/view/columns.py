@@ -46,8 +46,8 @@ MEANINGS = {  # of titles
     f"best of {BEST_OF}": f"expected best score of {BEST_OF} episodes",
     "gain over untrained": "value of the best adapter minus that of the untrained one, in pairs on "
     "the same fresh seeds",
-    "error of one score": "standard error of a single score, because the part of the data that it "
-    "was measured on has few rows or games",
+    "last adapter": "its value on the part for selection, where the best adapter of a run is the "
+    "untrained one",
     "measured on": "what has this value, and the part of the data",
     "difference": "value of the row minus value of the best row, over the seeds that both have",
     "95 % interval": "of the difference, by Student's t: ± 4.3 standard errors with 3 seeds, 2.3 "
@@ -106,15 +106,26 @@ def texts_of(values: list, form: str | None = None) -> list[str]:
     return ["-" if text in ("None", "nan", "nan%") else text for text in texts]
 
 
-def aligned(rows: list[dict]) -> str:
-    """A table as text that fits into the terminal, with a line that names the columns which are
-    left out; into a file or a pipe all fit.
-    """
-    limit = shutil.get_terminal_size((10**6, 0)).columns
+def terminal_width() -> int:
+    """Characters of a line; into a file or a pipe any number fits."""
+    return shutil.get_terminal_size((10**6, 0)).columns
+
+
+def fitting(rows: list[dict], limit: int) -> tuple[list[Column], list[str]]:
+    """The columns that fit into `limit` characters, and the titles of those which are left out."""
     columns = columns_of(rows)
     lost = []
     while len(columns) > 2 and LEAST + sum(c.width + 2 for c in columns[:-1]) > limit:
         lost.append(columns.pop(-2).title)
+    return columns, lost
+
+
+def aligned(rows: list[dict]) -> str:
+    """A table as text that fits into the terminal, with a line that names the columns which are
+    left out.
+    """
+    limit = terminal_width()
+    columns, lost = fitting(rows, limit)
     lines = ["  ".join(texts).rstrip() for texts in zip(*(c.lines() for c in columns))]
     lines = [line if len(line) <= limit else line[: limit - 1] + "…" for line in lines]
     if lost:
@@ -122,9 +133,13 @@ def aligned(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def legend(*tables: list[dict]) -> str:
-    """Lines about what the columns of these tables mean."""
-    columns = {column.title: column.meaning for rows in tables for column in columns_of(rows)}
+def legend(*tables: list[dict], limit: int | None = None) -> str:
+    """Lines about what the columns of these tables mean. limit: characters of a table's line, by
+    default those of the terminal.
+    """
+    limit = limit or terminal_width()
+    shown = [column for rows in tables for column in fitting(rows, limit)[0]]
+    columns = {column.title: column.meaning for column in shown}
     lines = []
     for title, meaning in columns.items():
         if meaning:

@@ -14,7 +14,7 @@ from statistics import fmean
 from flatlab.numbers import counted, plus_minus, standard_error, value_text
 from flatlab.view.columns import FEW_SEEDS, aligned, legend
 from flatlab.view.reader import RunData
-from flatlab.view.results import cell, faults, found, mean_or_each, notes, result_of, value_columns
+from flatlab.view.results import cell, ends, found, mean_or_each, notes, result_of, value_columns
 
 # ------------------------------------------------------------------ groups
 
@@ -92,26 +92,30 @@ def settings_of(run: RunData) -> dict[str, str]:
 
 
 def table(runs: list[RunData]) -> str:
-    """Text of `python viz.py logs/*`: for each kind of run and task the answer and a table, then
-    what the columns mean.
+    """Text of `python viz.py logs/*`: what the columns mean, then for each kind of run and task a
+    table and the answer.
     """
     parts, shown = [], []
-    for heading, sentence, tables in comparisons(runs):
-        parts.append(f"{heading}: {sentence}")
+    for heading, sentences, tables in comparisons(runs):
+        parts.append(heading)
         if tables:
             shown.append(tables["Difference"])
-            parts[-1] += f"\n{aligned(shown[-1])}"
-    return "\n\n".join([*parts, legend(*shown), *notes(runs)])
+            parts.append(aligned(shown[-1]))
+        parts.append("\n".join(sentences))
+    return "\n\n".join([legend(*shown), *parts, *notes(runs)])
 
 
-def comparisons(runs: list[RunData]) -> list[tuple[str, str, dict[str, list[dict]]]]:
-    """For each kind of run and task a heading, the answer, and the tables: title -> rows."""
+def comparisons(runs: list[RunData]) -> list[tuple[str, list[str], dict[str, list[dict]]]]:
+    """For each kind of run and task a heading, the answer and sentences about failures, and the
+    tables: title -> rows.
+    """
     compared = []
     for (kind, task), groups in groups_of(runs).items():
-        sentence, tables = "An imitation has no value: evaluate its adapter to compare it.", {}
+        sentences, tables = ["An imitation has no value: evaluate its adapter to compare it."], {}
         if kind != "imitation":
             ranked = sorted(groups, key=lambda group: group.value, reverse=True)
-            sentence = answer(ranked)
+            sentences = [untrained(ranked[:2]) + answer(ranked)]
+            sentences += [f"{group.label}: {ends(group.runs)}" for group in ranked]
             tables = {
                 "What differs": setting_rows(ranked),
                 "Difference": difference_rows(ranked),
@@ -119,7 +123,7 @@ def comparisons(runs: list[RunData]) -> list[tuple[str, str, dict[str, list[dict
                     result_row(RunGroup(runs=[run])) for group in ranked for run in group.runs
                 ],
             }
-        compared.append((f"{task}, {kind}", sentence, tables))
+        compared.append((f"{task}, {kind}", sentences, tables))
     return compared
 
 
@@ -132,9 +136,6 @@ def answer(ranked: list[RunGroup]) -> str:
     names = [group.label + f" [{group.differs}]" * bool(group.own) for group in ranked[:2]]
     both = " and ".join(names)
     pairs = paired(best, others[0])
-    if pairs and not any(pairs):
-        value = plus_minus(best.value, None, "+")
-        return f"{both} are equal on {counted(len(pairs), 'paired seed')}: mean value {value}."
     if len(pairs) < FEW_SEEDS:
         values = " and ".join(plus_minus(group.value, None, "+") for group in ranked[:2])
         few = f"{counted(len(pairs), 'paired seed')}: too few for an interval"
@@ -149,6 +150,21 @@ def answer(ranked: list[RunGroup]) -> str:
         f"{verdict}: {mean_or_each(pairs)}, 95 % interval {low:+.4f} to {high:+.4f}, "
         f"{len(pairs)} paired seeds."
     )
+
+
+def untrained(groups: list[RunGroup]) -> str:
+    """A sentence about the runs whose best adapter is the untrained one, with the values of their
+    last adapters.
+    """
+    parts = []
+    for group in groups:
+        if last := found(group.results, "last_mean"):
+            parts.append(
+                f"{len(last)} of {counted(len(group.runs), 'run')} of {group.label} (last adapter, "
+                f"{group.runs[0].result['split']} part: {mean_or_each(last)})"
+            )
+    begin = "The best adapter is the untrained one, which says nothing about the training, in "
+    return f"{begin}{' and '.join(parts)}. " if parts else ""
 
 
 def t_interval(values: list[float]) -> tuple[float, float]:
@@ -188,8 +204,7 @@ def result_row(group: RunGroup) -> dict:
         **value_columns(results, "score"),
         "measured on": f"{what}, {results[0]['part']} part",
         "gain over untrained": cell(results, "difference", "+"),
-        "error of one score": cell(results, "rows_error"),
-        "faults": sum(map(faults, group.runs)),
+        "last adapter": cell(results, "last_mean", "+"),
         "status": ", ".join(dict.fromkeys(run.status for run in group.runs)),
         "differs in": group.differs,
     }

@@ -6,15 +6,16 @@ from math import ceil, nan
 from pathlib import Path
 from statistics import fmean
 
+from flatlab.heartbeat import heartbeat
 from flatlab.numbers import counted, duration, plus_minus
 from flatlab.task.value import score_text
 from flatlab.view import compare, page, results
-from flatlab.view.reader import read_run
+from flatlab.view.reader import COMPARED, read_run
 
 UNSAFE = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 
 FINAL_EVALUATIONS = 3  # of the untrained, the last and the best adapter
-STAND_IN = "  (the stand-in, for trials; it only knows titanic, battleOfSexes and erdosOverlap)"
+STAND_IN = "  (the stand-in, for trials; it was made for titanic, battleOfSexes and erdosOverlap)"
 
 
 def say(text: str) -> None:
@@ -83,7 +84,7 @@ def update_made(rows: list[dict], updates: int) -> None:
     print(f"imitate  {len(rows)} of {updates}: {loss}, ETA {duration(eta)}")
 
 
-def episode_made(episode, played: int, episodes: int, eta: float) -> None:
+def episode_made(episode, played: int, episodes: int, eta: float | None) -> None:
     """Prints a line about an episode of an evaluation."""
     outcome = "fault"
     if episode.value is not None:
@@ -92,7 +93,8 @@ def episode_made(episode, played: int, episodes: int, eta: float) -> None:
     turns = counted(len(episode.turns), "turn")
     print(
         f"episode  {played} of {episodes}: {episode.task} {outcome}, {turns}, "
-        f"{episode.status}, ETA {duration(eta)}",
+        f"{episode.status}{': ' * bool(episode.reason)}{episode.reason[:100]}, "
+        f"ETA {'-' if eta is None else duration(eta)}",
     )
 
 
@@ -105,8 +107,10 @@ def print_outcome(*directories: Path) -> None:
     if len(runs) == 1:
         text = " ".join(results.outcome_sentences(runs[0]))
     say(f"\n{text}\n")
-    folder = page.write(runs)[-1].parent
-    again = shlex.join(map(str, directories))
+    with heartbeat("drawing"):
+        folder = page.write(runs)[-1].parent
+    shown = directories if folder.name.startswith(COMPARED) else [folder]
+    again = shlex.join(map(str, shown))
     print(f"pictures: {folder}/*.png   page: {folder}/report.html   again: python viz.py {again}")
 
 
@@ -138,7 +142,7 @@ def search_banner(cfg, trees: list, where: Path) -> None:
 
 
 ROW = "{:<14} {:<8} {:>4} {:>7} {:<12} {:<9} {:>9} {:>9} {:>6}  {}"
-TITLES = "task mode seed nodes node op score best sec strategy".split()
+TITLES = [*"task mode seed nodes node op score best sec".split(), "strategy, or why it failed"]
 
 
 def node_line(t, node) -> str:
@@ -161,7 +165,7 @@ def node_line(t, node) -> str:
         score,
         best,
         f"{node.seconds:.1f}",
-        node.idea[:60] + note,
+        (node.idea if node.valid else node.reason)[:60] + note,
     )
 
 
@@ -183,6 +187,4 @@ def print_end(trees: list, where: Path) -> None:
             say(f"\nstrategy of the best node: {first.best().idea or 'none'}")
         print_outcome(where)
         return
-    runs = [read_run(t.run.dir) for t in trees]
-    print(f"\n{compare.table(runs)}\n")  # viz.py draws the pictures of a grid; they take minutes
-    print(f"everything: {viewed(where)}")
+    print_outcome(*(t.run.dir for t in trees))

@@ -9,7 +9,7 @@ import secrets
 import time
 from pathlib import Path
 
-from flatlab.errors import UserError
+from flatlab.errors import UserError, nearest
 from flatlab.files import write_whole
 from flatlab.view import columns, compare, episodes, plots, reader, results
 from flatlab.view.reader import RunData, folder_of, read_run
@@ -43,8 +43,8 @@ def draw(runs: list[RunData], folder: Path, format="png", keys=()) -> dict[Path,
             if name == "curves" and kind == "search":
                 figures["tree"] = plots.draw_tree(*runs)
     if not figures:
-        known = sorted(plots.number_keys(groups[0]))
-        raise UserError(f"No run has numbers '{keys[0]}'; the last one has {', '.join(known)}.")
+        hint = nearest(keys[0], sorted(plots.number_keys(groups[0])))
+        raise UserError(f"No run has numbers {keys[0]!r}; {hint}.")
     if missing:
         print(f"not drawn, because the rows lack the key: {', '.join(missing)}")
     paths = {}

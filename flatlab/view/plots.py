@@ -35,6 +35,7 @@ STYLE = {
     "svg.fonttype": "none",
     "pdf.fonttype": 42,
 }
+ABOVE = {"loc": "lower center", "bbox_to_anchor": (0.5, 1), "frameon": False}  # an axis
 PAGE, COLUMN = 7.0, 3.4  # inches
 # Kind of run -> keys of each panel; with *: a function of its own; gain_mean: of learn.py
 PANELS = {
@@ -139,7 +140,7 @@ def draw_keys(axis, groups: list[RunGroup], keys: list[str]) -> None:
     if "eval_value_mean" in keys and alone:
         draw_ends(axis, groups[0].runs[0])
     if len(keys) > 1:
-        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False)
+        axis.legend(**ABOVE)
     else:
         axis.set_title(words_of(key))
     if "logprob" in key:
@@ -160,11 +161,12 @@ def draw_ends(axis, run: RunData) -> None:
     """
     before, final = (run.result.get(key) for key in ("before", "final"))
     if before:
-        axis.axhline(before["value_mean"], color=GREY, linewidth=0.8, label="before training")
+        label = "before training, same seeds"
+        axis.axhline(before["value_mean"], color=GREY, linewidth=0.8, label=label)
     if final and "test_value_mean" in final["best"]:
         best = final["best"]
         point = (best["step"] + 1, best["test_value_mean"], best["test_value_stderr"])
-        label = f"best adapter, test part, N = {final['n']}"
+        label = f"best/, test part, {final['n']} fresh seeds"
         axis.errorbar(*point, fmt="k*", markersize=8, label=label)
 
 
@@ -216,11 +218,12 @@ def draw_nodes(axis, groups: list[RunGroup]) -> None:
         if len(group.runs) > 1:
             frame = frame.fillna(WORST)
         draw_mean(axis, frame, drawstyle="steps-post", **style)
-    axis.axhline(0, color=GREY, linestyle=":")
+    axis.axhline(0, color=GREY, linestyle=":", label="baseline")
+    for style, label in {".": "a node", "x": "a failed node", "-": "best so far"}.items():
+        axis.plot([], [], style, color=GREY, label=label)
+    axis.legend(**ABOVE, ncols=2)
     axis.locator_params(axis="x", integer=True)
-    axis.set(
-        title="best so far", xlabel="nodes (x: failed; at -1: -1 or less)", ylabel=UNITS["value"]
-    )
+    axis.set_ylabel("value (1: reference; -1: that or less)")
 
 
 # ------------------------------------------------------------------ episodes
@@ -298,7 +301,9 @@ def draw_tree(run: RunData, link: str = "#"):
     """
     shown, path = best_nodes(run, LINES), best_path(run)
     rows = depth_first([row for row in run.rows if row["id"] in shown])
-    figure = new_figure(PAGE, 1.0 + 0.18 * max(6, len(rows)))
+    longest = max(row["id"].count(".") * INDENT + LETTER * len(line_of(row)) for row in rows)
+    width = min(TREE_WIDTH, max(COLUMN, longest + 0.5))
+    figure = new_figure(PAGE - TREE_WIDTH + width, 1.0 + 0.18 * max(6, len(rows)))
     figure.set_label(f"tree of {run.name}: the nodes with their scores and strategies")
     axis = figure.subplots()
     indent = min(INDENT, TREE_WIDTH / 3 / max(id.count(".") for id in shown))
@@ -326,10 +331,10 @@ def draw_tree(run: RunData, link: str = "#"):
         room = int((TREE_WIDTH - x) / LETTER) - 6
         axis.text(x, y, f"\xa0  {shorten(line_of(row), room)}", va="center")
     axis.set_axis_off()
-    title = f"{len(rows)} of {len(run.rows)} nodes; hollow: failed"
+    title = f"{len(rows)} of {len(run.rows)} nodes; hollow: failed; bold: the path to the best one"
     if len(rows) < len(run.rows):
         title += "; all of them: viz.py --list"
-    axis.set(xlim=(-0.1, TREE_WIDTH), ylim=(0.5 - len(rows), 1.5), title=title)
+    axis.set(xlim=(-0.1, width), ylim=(0.5 - len(rows), 1.5), title=title)
     shades = axis.scatter([], [], c=[], **scale)
     figure.colorbar(shades, label="value", aspect=40, pad=0.01, fraction=0.05)
     handles = [axis.scatter([], [], c=GREY, marker=mark, label=op) for op, mark in marks.items()]

@@ -1,6 +1,7 @@
 """Reads run directories. Their layout is described in runs/store.py."""
 
 import difflib
+import itertools
 import os
 import zlib
 from collections.abc import Callable
@@ -17,8 +18,8 @@ from flatlab.task.value import on_test_part, score_text
 NOUNS = {"training": "step", "search": "node", "evaluation": "episode", "imitation": "step"}
 SCALE = ("baseline", "reference", "higher_is_better")
 # Keys that result.json has from the start on, and those of each kind
-NEEDED = {"kind", "task", "metric", "value", *SCALE}
-NEEDED_OF = {"evaluation": {"split"}, "search": {"split", "best_id", "tested_id"}}
+NEEDED = {"kind", "task", "metric", "value", "split", *SCALE}
+NEEDED_OF = {"search": {"best_id", "tested_id"}}
 # Keys of the row of a node, beside those of an episode
 NODE_KEYS = {"parent", "order", "op", "mark", "sampling_mode", "idea", "kept", "decision"}
 COMPARED = "compare-"  # beginning of the folder of a comparison
@@ -201,6 +202,22 @@ def code_diff(old: dict, new: dict) -> str:
     return "".join(lines)
 
 
-def observed(turn: dict) -> str:
-    """Text that the model read after a reply, without a limit of its length."""
-    return "\n".join(filter(None, (turn["observation"], turn["note"])))
+REPEATED = 3  # lines
+
+
+def observations(turns: list[dict]) -> list[str]:
+    """Text that the model read after each reply, without a limit of its length. REPEATED lines or
+    more that stood in an earlier one, as a warning does, become one line.
+    """
+    texts, before = [], set()
+    for turn in turns:
+        text = "\n".join(filter(None, (turn["observation"], turn["note"])))
+        lines = []
+        for is_old, group in itertools.groupby(text.split("\n"), before.__contains__):
+            same = [*group]
+            if is_old and len(same) >= REPEATED:
+                same = [f"[... {len(same)} lines as above ...]"]
+            lines += same
+        before.update(lines)
+        texts.append("\n".join(lines))
+    return texts

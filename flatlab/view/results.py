@@ -18,6 +18,9 @@ from flatlab.task.value import (
 )
 from flatlab.view.columns import FEW_SEEDS, aligned, texts_of
 from flatlab.view.reader import NOUNS, RunData
+from flatlab.world.episode import EXCEPTION
+
+REASONS = 4  # of failures, in a sentence
 
 # ------------------------------------------------------------------ results
 
@@ -27,7 +30,8 @@ def result_of(run: RunData) -> dict:
     last steps before that.
 
     Keys: those of summary(), except that valid_share is over all nodes of a search. what: the
-    adapter, node or episodes that have the value. part: of the data. values: by seed; one for each
+    adapter, node or episodes that have the value. last_mean: the value of the last adapter, if the
+    best one is the untrained. part: of the data. values: by seed; one for each
     episode, or a single one for the best node of a search. rows_error: the standard error of a
     score over the rows or games of the part, mean over the episodes.
     """
@@ -37,14 +41,16 @@ def result_of(run: RunData) -> dict:
         return result_of_episodes(run, "all episodes", run.episodes, run.result["split"])
     if final := run.result.get("final"):
         best = final["best"]
-        what = f"best adapter (step {best['step']})"
+        what = f"best adapter (step {best['step']}, {final['n']} fresh seeds)"
         if final["best_is_untrained"]:
-            what = "untrained adapter"
+            what = f"untrained adapter ({final['n']} fresh seeds)"
         rows = [row for row in run.episodes if row["when"] == best["when"]]
-        return best | result_of_episodes(run, what, rows, final["split"])
+        last = final["last"]["value_mean"] if final["best_is_untrained"] else None
+        return best | result_of_episodes(run, what, rows, final["split"]) | {"last_mean": last}
     last = run.rows[-window_of(run.rows) :]
     means = {key: fmean(found(last, key)) for key in ("value_mean", "valid_share")}
-    return means | {"what": f"last {counted(len(last), 'step')}", "part": "training", "values": {}}
+    what = f"episodes of the last {counted(len(last), 'step')}"
+    return means | {"what": what, "part": run.result["split"], "values": {}}
 
 
 def result_of_episodes(run: RunData, what: str, rows: list[dict], split: str) -> dict:
@@ -118,24 +124,24 @@ def outcome_sentences(run: RunData) -> list[str]:
         episodes = counted(run.result["episodes"], "episode")
         sentences = [f"Imitation of {episodes}: last loss {loss}."]
     else:
-        sentences = [*gain(run.result.get("final")), *value_sentences(run), ends(run)]
+        sentences = [*gain(run), *value_sentences(run), ends([run])]
     return [*sentences, f"Status: {run.status}.", *notes([run])]
 
 
-def gain(final: dict | None) -> list[str]:
+def gain(run: RunData) -> list[str]:
     """A sentence about the best adapter beside the untrained one, if they were compared."""
+    final = run.result.get("final")
     best = final["best"] if final else {}
     if best.get("difference") is None:
         return []
-    text = "No evaluation during training was better than the untrained adapter"
+    text = "No evaluation during training was better than the untrained adapter, which is best/"
     if not final["best_is_untrained"]:
         difference = plus_minus(best["difference"], best.get("difference_stderr"), "+")
         pairs = best["difference_n"]
         text = f"Best adapter: {difference} over the untrained one on {pairs} paired seeds"
-    if "test_value_mean" in best:
-        value = plus_minus(best["test_value_mean"], best.get("test_value_stderr"), "+")
-        which = "the untrained one's" if final["best_is_untrained"] else "its"
-        text += f"; {which} value on the test part is {value}"
+    elif final["last"]["difference"] == final["last"]["difference_stderr"] == 0:
+        kl = [0.0, *found(run.steps, "kl")][-1]
+        text += f"; the last one, {kl:.1e} nats per token away (KL), has its value on each seed"
     return [f"{text}."]
 
 
@@ -143,7 +149,7 @@ def value_sentences(run: RunData) -> list[str]:
     """Sentences: what has which value, and what values mean in the unit of the task."""
     result = result_of(run)
     if result["what"] == "no valid node":
-        return [f"No valid node: {why_none(run)}."]
+        return ["No valid node."]
     if run.kind == "search":
         result |= {"valid_share": None}  # of all nodes: ends() has it
     least = 6 if run.result.get("exact") else 4
@@ -164,22 +170,27 @@ def scale(run: RunData, result: dict) -> str:
     return f"{text}; {'higher' if run.higher_is_better else 'lower'} is better."
 
 
-def ends(run: RunData) -> str:
-    """Numbers of failed nodes or episodes, and of faults."""
-    text = counted(faults(run), "fault")
-    if NOUNS[run.kind] != "step":
-        failed = sum(row["outcome"] == "failed" for row in run.rows)
-        text = f"{failed} of {len(run.rows)} failed (value -1), {text}"
-    return f"{text}."
+def ends(runs: list[RunData]) -> str:
+    """Numbers of failed nodes or episodes of these runs with the reasons, and of faults."""
+    noun, rows = NOUNS[runs[0].kind], sum([run.rows for run in runs], [])
+    if runs[0].kind == "training":
+        noun = "training episode"
+        rows = [row for run in runs for row in run.episodes if row["step"] is not None]
+    reasons = Counter(short_reason(row) for row in rows if row["outcome"] == "failed")
+    most = reasons.most_common(REASONS)
+    rest = reasons.total() - sum(number for _, number in most)
+    named = [f"{number} x {reason}" for reason, number in [*most, ("other", rest)] if number]
+    text = f"{reasons.total()} of {counted(len(rows), noun)} failed (value -1)"
+    text += f"{': ' * bool(named)}{', '.join(named)}"
+    return f"{text}; {counted(sum(map(faults, runs)), 'fault')}."
 
 
-def why_none(run: RunData) -> str:
-    """The reasons why no node is valid: how they ended, and the most frequent errors."""
-    parts = []
-    for key, most in (("status", None), ("reason", 3)):
-        counts = Counter(row[key].replace("_", " ").rstrip(".") for row in run.rows)
-        parts += [f"{number} x {text}" for text, number in counts.most_common(most)]
-    return "; ".join(parts)
+def short_reason(row: dict) -> str:
+    """Why an episode failed, in a few words: the name of an exception, or the reason."""
+    if row["status"] == "crashed":
+        return "broke its sandbox"
+    name = EXCEPTION.search(row["reason"])
+    return name[0] if name else row["reason"].rstrip(".")[:80]
 
 
 # Keys of result.json and of states() -> sentences for runs where they are neither 0, false nor
@@ -307,8 +318,8 @@ def final_rows(result: dict) -> tuple[list[dict], list[str]]:
     best, untrained = final["best"], final["untrained"]
     metric = result["metric"] if "score_mean" in best else "score"
     sentences = [
-        f"{final['split']} part, {final['n']} fresh seeds that were never used for selection, the "
-        "same ones for every adapter"
+        f"Adapters on the {final['split']} part, {final['n']} fresh seeds that were never used for "
+        "selection, the same ones for each:"
     ]
     rows = []
     for name in ("untrained", "last", "best"):
@@ -334,8 +345,6 @@ def final_rows(result: dict) -> tuple[list[dict], list[str]]:
         for row in by_task(best, tasks, metric):
             which = f", {row['task']}" if len(tasks) > 1 else ""
             rows.append(row | {"adapter": f"best, test part{which}"})
-    if final["best_is_untrained"]:
-        sentences.append("best is the untrained adapter: no evaluation during training was better.")
     return rows, sentences
 
 
