@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench import __main__ as bench
-from bench import gpu
+from bench import gpu, real_agent
 from flatlab.files import read_mapping
 from flatlab.model import memory
 from helpers import PROJECT, python
@@ -19,7 +19,7 @@ from policy import Policy
 from tools import check_prose, gpu_check, gpu_sums
 
 # Sections of whole runs (pretrained, partial-credit) are the functions of `objectives` with other
-# flags; agent runs beside TRL below.
+# flags; agent runs beside TRL below; real-agent needs a model of 1 GB.
 SHORT = {
     "all": "--budget 0",
     "env": "",
@@ -31,7 +31,6 @@ SHORT = {
     "gpu": "",
     "sync": "--steps 1",
     "objectives": "--steps 1 --seeds 0 --only titanic-dapo --flags '--groups 1 --eval-episodes 2'",
-    "first-submission": "--seeds 0 --only python",
     "search": "--seeds 0,1 --only titanic,tail --flags '--tokens 100'",
 }
 
@@ -217,6 +216,14 @@ def test_the_check_of_a_gpu_makes_its_model_in_a_part(tmp_path, monkeypatch, giv
 
 
 # ------------------------------------------------------------------ all sections
+def test_the_real_agent_says_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(real_agent, "CODER", tmp_path)
+    node = tmp_path / "node"
+    node.touch(0o755)
+    for path, missing in ((tmp_path / "none", "node, version 20"), (tmp_path, "npm install")):
+        monkeypatch.setenv("PATH", str(path))
+        with pytest.raises(SystemExit, match=missing), real_agent.served_coder():
+            pass
 
 
 @pytest.mark.slow

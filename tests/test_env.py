@@ -22,6 +22,7 @@ from flatlab.task import grading, machine
 from flatlab.task.definition import Task
 from flatlab.task.grading import Score
 from flatlab.world import blocks
+from flatlab.world.actions import fold_tracebacks
 from flatlab.world.blocks import extract_action
 from flatlab.world.episode import run_episode
 from helpers import (
@@ -137,7 +138,12 @@ REJECTED = [
     ("```bash ls```", "no ```bash"),
     (block("ls") + "\n" + block("pwd"), "2 code blocks"),
     (block("ls") + "\nIt prints:\n```\na.txt\n```", "several code blocks"),
-    ("```python\nprint()\n```", "marked 'python'"),
+    ("```json\n{}\n```", "marked 'json'"),
+    ("```python\nprint()\n```\n```python\nprint()\n```", "2 code blocks"),
+    ("```python\nprint()\n```\nIt prints:\n```\n\n```", "several code blocks"),
+    ("```python\nprint()", "not closed; it may"),
+    (block("cat > a <<'EOF'\nx\n# EOF\npython3 a"), "Line 3 must be EOF alone, without '# EOF'"),
+    (block("cat > a <<EOF\nx\n\tEOF \nls"), "Line 3 must be EOF alone, without '.*EOF '"),
     ("```bash\n \n```", "empty"),
     ("```bash\nls", "not closed"),
     ("<think>\n" + block("rm") + "\n</think>\nI give up.", "no ```bash"),
@@ -170,6 +176,25 @@ def test_only_a_fence_in_an_open_heredoc_does_not_close_the_block(script):
     for more in ("It prints:\n```\nrm a\n```", "```", "EOF\n```", "```python\nEOF\n```"):
         with pytest.raises(ValueError, match="several code blocks|not closed"):
             extract_action(f"{block(script)}\n{more}")
+
+
+@pytest.mark.parametrize("mark", ["python", "Python3", " py "])
+def test_a_block_of_python_is_written_to_a_file_and_run(mark, world):
+    code = 'x = """$HOME \\t\nPROGRAM\n"""\nprint(x, end="")'
+    step = world.step(f"I think.\n```{mark}\n{code}\n```\nDone.")
+    assert step.observation == "$ python3 solve.py\n$HOME \t\nPROGRAM"
+    assert do(world, "cat solve.py").observation == code
+    assert do(world, step.action).observation == step.observation
+    assert world.step(f"```{mark}\nvalidate\n```").action == "validate"
+    world.task = replace(world.task, artefacts=("my game.py",))
+    assert world.step("```python\n```\nNo.").status == "rejected"
+    assert world.step("```python\nprint(1 / 0)\n```").status == "error"
+    assert do(world, "cat 'my game.py'").observation == "print(1 / 0)"
+
+
+@pytest.mark.parametrize("artefacts", [("a.py", "b.csv"), ("src/*.py",), ("out/",), ("a.csv",)])
+def test_only_a_single_python_artefact_is_a_program(artefacts):
+    assert replace(load_task("titanic"), artefacts=artefacts).program == ""
 
 
 @pytest.mark.parametrize("reply, why", REJECTED)
@@ -313,6 +338,42 @@ def test_observations(world):
         step = do(world, text)
         assert "block of its own" in step.observation
         assert not step.done
+
+
+TRACEBACK = """\
+Traceback (most recent call last):
+  File "/w/solve.py", line 3, in <module>
+    fit()
+  File "/opt/lib/python3.11/site-packages/pandas/a.py", line 7, in fit
+    b(x,
+      ^^
+  File "pandas/_libs/index.pyx", line 167, in pandas._libs.get_loc
+  [Previous line repeated 9 more times]
+  File "<stdin>", line 1, in callback
+  File "/usr/lib/python3/dist-packages/c.py", line 1, in <module>
+KeyError: 'a'
+
+The above exception was the direct cause"""
+FOLDED = """\
+Traceback (most recent call last):
+  File "/w/solve.py", line 3, in <module>
+    fit()
+  [2 library frames left out]
+  [Previous line repeated 9 more times]
+  File "<stdin>", line 1, in callback
+  [1 library frame left out]
+KeyError: 'a'
+
+The above exception was the direct cause"""
+
+
+def test_frames_of_packages_are_left_out_of_a_traceback():
+    assert fold_tracebacks(TRACEBACK) == FOLDED
+    assert fold_tracebacks(FOLDED) == FOLDED
+    cut = TRACEBACK[: TRACEBACK.index("  [Prev")]
+    assert fold_tracebacks(cut).endswith("    fit()\n  [2 library frames left out]\n")
+    text = "a\n    /site-packages/ is a folder\n\n  File: /site-packages/\n"
+    assert fold_tracebacks(text) == text
 
 
 @pytest.mark.parametrize("ends_at_score, ended", [(True, "validated"), (False, "")])

@@ -33,7 +33,8 @@ assert "play, act=act_or_describe" in inspect.getsource(grpo.train)
 tool = grpo.act_or_describe
 reply = "describe a.csv"
 assert tool(SimpleNamespace(sandbox=box), reply, 1) == (reply, "mean 1", "ok", None)
-assert tool(None, "no block", 1)[2] == "rejected"
+bash = SimpleNamespace(task=SimpleNamespace(program=""))
+assert tool(bash, "no block", 1)[2] == "rejected"
 texts = load_prompts("configs/prompts/agent.yaml")
 assert texts.path.resolve().is_relative_to(Path.cwd().resolve()), texts.path
 told = dict(workspace="/w", artefact="a.csv", ends_at_score=False)

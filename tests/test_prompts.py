@@ -234,14 +234,37 @@ def test_a_note_tells_what_is_left_and_the_best_score():
     policy = FakePolicy(long, block("validate"), block("ls"))
     episode = episode_of(policy, max_observation_tokens=30)
     first, second, last = [turn["note"] for turn in episode.turns]
-    assert first == "[2 turns and 30 minutes left. No valid score so far.]"
+    begin = "[2 turns and 30 minutes left. No valid score so far: a block with only the word "
+    assert first == f"{begin}validate shows it.]"
     assert "last one: 1 turn and" in second
     assert "Best validation accuracy so far: 0.6782." in second
     assert last == ""  # nobody reads it
     assert policy.prompts[1].endswith(f"1000\n{first}")
     lower = replace(TITANIC, higher_is_better=False, baseline=1.0, reference=0.1)
-    note = prompts.note(OPTIONS, lower, [{"score": 0.25}, {"score": None}, {"score": 0.5}], 5, 1790)
-    assert "so far: 0.2500" in note
+    scores = [0.25, None, 0.5]
+    turn = {"action": "", "reply": "", "observation": "", "status": "ok"}
+    turns = [turn | {"score": score} for score in scores]
+    world = Env(replace(lower, artefacts=("data/",)), LOCAL)
+    assert "so far: 0.2500" in prompts.note(OPTIONS, world, turns, 5, 1790)
+
+
+def test_a_note_tells_what_is_missing_and_what_was_said_before():
+    fails = "```python\nopen('no.csv')\n```"
+    asks = "What is asked?"
+    policy = FakePolicy(
+        fails, asks, f"I try again.\n{fails}", asks, NOBODY, block("rm -r *; false")
+    )
+    episode = episode_of(policy, max_turns=7)
+    first, second, third, fourth, fifth, sixth, *_ = [turn["note"] for turn in episode.turns]
+    assert "submission.csv is not there yet. Send the whole program" in first
+    assert "submission.csv is not there yet. Reply with one block" in second
+    assert "earlier" not in first + second + fifth + sixth
+    assert "earlier reply, and they end as before (FileNotFoundError: " in third
+    assert "(Nothing was run. There is no ```bash block in the reply.): change" in fourth
+    assert "No valid score so far: a block" in fifth
+    assert "submission.csv is not there yet.]" in sixth
+    for task in (replace(TITANIC, artefacts=("out/", "*.txt")), replace(TITANIC, collect="true")):
+        assert not prompts.missing(Env(task, LOCAL))
 
 
 # ------------------------------------------------------------------ lengths

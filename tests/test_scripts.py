@@ -486,7 +486,7 @@ def test_a_prompt_that_an_endpoint_refuses_ends_its_episode_or_node_alone(
     assert "sent nothing in place of a text" in rows[2]["reason"]
     first, second = read_rows("logs/b/episodes.jsonl")
     assert (first["status"], second["status"]) == ("turn_limit", "refused")
-    assert "1 x Your input was flagged: http" in why_none(read_run("logs/b"))
+    assert "1 x Your input was flagged: http" in ends(read_run("logs/b"))
 
 
 def test_an_endpoint_is_evaluated(here):

@@ -142,6 +142,13 @@ class Task:
         return [name for name in self.artefacts if name[-1] != "/" and not set(name) & set("*?")]
 
     @property
+    def program(self) -> str:
+        """The artefact if there is one and it is a Python program; else ""."""
+        [name, *others] = self.artefacts
+        is_program = name.endswith(".py") and not others and not set(name) & set("*?[")
+        return name if is_program else ""
+
+    @property
     def fixed(self) -> dict[str, Path]:
         """The public files that an agent cannot hand in."""
         return {path: file for path, file in self.public.items() if not self.is_artefact(path)}

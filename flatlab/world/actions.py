@@ -3,22 +3,24 @@
 `env` is an Env of env.py whose sandbox runs; `timeout` is in seconds.
 """
 
+from flatlab.numbers import counted
 from flatlab.sandbox.client import Result
 from flatlab.task.definition import Task
 from flatlab.task.grading import Score
 from flatlab.task.value import score_text
 from flatlab.world.blocks import extract_action
 
+LIBRARIES = ("/site-packages/", "/dist-packages/", '.pyx", ', '.pxi", ')  # in a line of a frame
 KILLED = 137  # exit code of a process that got SIGKILL, from the kernel if memory is short
 
 
 def act_bash(env, reply: str, timeout: float) -> tuple[str | None, str, str, Score | None]:
-    """Runs the bash block of a reply: (action, observation, status, score of a grading or None).
+    """Runs the block of a reply: (action, observation, status, score of a grading or None).
 
     env: an Env whose sandbox runs. timeout: seconds.
     """
     try:
-        action = extract_action(reply)
+        action = extract_action(reply, env.task.program or "solve.py")
     except ValueError as problem:
         return None, f"Nothing was run. {problem}", "rejected", None
     return act_command(env, action, timeout)
@@ -42,7 +44,7 @@ def act_command(env, action: str, timeout: float) -> tuple[str, str, str, Score 
 
 def run_text(env, result: Result, timeout: float) -> tuple[str, str]:
     """(what the agent sees after a command, status of the turn). timeout: seconds."""
-    output = result.output.rstrip("\n") or "(no output)"
+    output = fold_tracebacks(result.output.rstrip("\n")) or "(no output)"
     if result.stopped:
         note = f"[stopped at the time limit of {timeout:.0f} s, with all background processes]"
         if result.stopped == "idle":
@@ -58,6 +60,30 @@ def run_text(env, result: Result, timeout: float) -> tuple[str, str]:
         most = env.sandbox.spec.memory >> 20
         note = f"[exit code 137: killed, perhaps over the memory limit of {most} MB]"
     return f"{output}\n{note}", "error"
+
+
+def fold_tracebacks(output: str) -> str:
+    """The output with a count in place of the frames of Python packages, so that the agent's own
+    line stands beside the error.
+    """
+    lines = []
+    folded = 0  # frames in a row that were left out
+    is_inside = False  # of such a frame
+    for line in output.split("\n"):
+        is_frame = line.startswith('  File "')
+        if is_frame:
+            is_inside = any(place in line for place in LIBRARIES)
+        elif not line.startswith("    "):
+            is_inside = False
+        if not is_inside:
+            folded = 0
+            lines.append(line)
+        elif is_frame:
+            folded += 1
+            lines[len(lines) - (folded > 1) :] = [
+                f"  [{counted(folded, 'library frame')} left out]"
+            ]
+    return "\n".join(lines)
 
 
 def score_sentence(score: Score, task: Task) -> str:

@@ -1,12 +1,13 @@
-"""The action of a reply: the text of its one bash block.
+"""The action of a reply: the commands of its one block, which is marked bash or python.
 
-A block starts at a line ```bash, also in a list or a quotation, whose indent its lines lose. It
-ends at the first closing fence at which bash itself reports no open here-document, so a
-here-document may hold fences, as a README does.
+A block starts at a line ```bash or ```python, also in a list or a quotation, whose indent its lines
+lose. It ends at the first closing fence; in one of bash this is the first at which bash itself
+reports no open here-document, so a here-document may hold fences, as a README does.
 """
 
 import functools
 import re
+import shlex
 import shutil
 import subprocess
 import unicodedata
@@ -22,6 +23,7 @@ OPENING = re.compile(r"((?:[ \t]*(?:>|(?:[-*+]|\d{1,9}[.)])(?=[ \t])))*[ \t]*)(`
 # direction, selectors of a glyph
 NO_WIDTH = ("Cf", "Mn")
 SHELLS = ("bash", "sh", "shell")
+PYTHONS = ("python", "python3", "py")
 OPEN_HEREDOC = re.compile(
     r"^[^`\n]*warning: here-document at line \d+ delimited by end-of-file "
     r"\(wanted `([^\0]*?)'\)$",
@@ -94,37 +96,59 @@ class Block:
         self.lines.append(rest)
 
 
-def extract_action(reply: str) -> str:
-    """The text of the bash block. Raises ValueError, with a sentence for the agent, if there is not
-    exactly one.
+def extract_action(reply: str, program: str = "solve.py") -> str:
+    """The commands of the block: its text, or what writes and runs a block marked python.
+
+    program: name of the file that a Python program is written to. Raises ValueError, with a
+    sentence for the agent, if there is not exactly one block. One of Python before one of bash
+    does not count.
     """
     text = without_thought(reply)
     blocks = find_blocks(text)
-    shells = [block for block in blocks if block.language in SHELLS]
-    if not shells:
-        shells = blocks = find_blocks(text, ("",))  # a block without a language
+    chosen = [block for block in blocks if block.language in SHELLS]
+    if not chosen:
+        chosen = [block for block in blocks if block.language in PYTHONS]
+    if not chosen:
+        chosen = blocks = find_blocks(text, ("",))  # a block without a language
         languages = [block.language for block in blocks if block.language]
         if languages:
             raise ValueError(f"The block is marked {languages[0][:20]!r}; it must be bash.")
-    if not shells:
+    if not chosen:
         raise ValueError("There is no ```bash block in the reply.")
-    if len(shells) > 1:
-        raise ValueError(f"There are {len(shells)} code blocks in the reply; write one.")
-    [block] = shells
+    if len(chosen) > 1:
+        raise ValueError(f"There are {len(chosen)} code blocks in the reply; write one.")
+    [block] = chosen
     if block is not blocks[-1]:
         raise ValueError("There are several code blocks in the reply; write one.")
     if not block.is_closed:
-        word = open_heredoc(block.text)
-        if word is not None:
-            raise ValueError(
-                f"The ``` block is not closed: the heredoc <<{word[:20]} in it does not end."
-            )
-        raise ValueError(
-            "The ``` block is not closed; it may have been cut off at the length limit."
-        )
+        raise ValueError(f"The ``` block is not closed{why_open(block)}")
     if block.is_blank:
         raise ValueError("The block is empty.")
+    if block.language in PYTHONS and block.text.strip() not in ("validate", "submit"):
+        return run_program(block, program)
     return block.text
+
+
+def why_open(block: Block) -> str:
+    """End of the sentence about a block that is not closed."""
+    word = open_heredoc(block.text) if block.is_bash else None
+    if word is None:
+        return "; it may have been cut off at the length limit."
+    why = f": the heredoc <<{word[:20]} in it does not end."
+    for number, line in enumerate(block.lines, 1):
+        if word and line != word and line.strip("# \t") == word:
+            return f"{why} Line {number} must be {word[:20]} alone, without {line!r:.40}."
+    return why
+
+
+def run_program(block: Block, program: str) -> str:
+    """Commands that write the block to a file and run it, after a line that shows how."""
+    end = "PROGRAM"
+    while end in block.lines:
+        end += "_"
+    file = shlex.quote(program)
+    run = f"python3 {file}"
+    return f"cat > {file} <<'{end}' && echo {shlex.quote('$ ' + run)} && {run}\n{block.text}\n{end}"
 
 
 def find_blocks(text: str, shells: tuple = SHELLS) -> list[Block]:

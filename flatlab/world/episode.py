@@ -356,7 +356,9 @@ async def play(
             turns_left = options.max_turns - number - 1
             if turns_left:
                 left = deadline - time.monotonic()
-                turn["note"] = prompts.note(options, env.task, episode.turns, turns_left, left)
+                turn["note"] = await in_thread(
+                    prompts.note, options, env, episode.turns, turns_left, left
+                )
             history.add(sample, step.observation, turn["note"])
         return "turn_limit"
     except OverflowError:

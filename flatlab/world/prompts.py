@@ -35,10 +35,11 @@ MACHINE = """max_turns minutes memory_gb is_container cores has_network python p
 package_count"""
 # The templates of a file, and the names that each of them may use
 FACTS = {
-    "system": "task workspace artefact ends_at_score has_network",
-    "first_message": "task workspace artefact ends_at_score has_network files more_files limits",
+    "system": "task workspace artefact program ends_at_score has_network",
+    "first_message": "task workspace artefact program ends_at_score has_network files more_files "
+    "limits",
     "limits": f"task {MACHINE}",
-    "note": "task turns_left minutes_left best",
+    "note": "task turns_left minutes_left best missing repeated turn",
     "about": "task files limits nodes_left nodes",
     "strategies": "about summary parent tried mode k tau",
     "more": "k",
@@ -105,6 +106,7 @@ def episode_facts(env, options) -> dict:
     return machine_facts(env, options) | {
         "workspace": env.sandbox.workspace,
         "artefact": "the workspace" if task.collect else " and ".join(task.artefacts),
+        "program": task.program,
         "ends_at_score": env.ends_at_score,
         "files": [
             {"path": visible(path), "size": size, "lines": table_head(task, path, size)}
@@ -189,18 +191,38 @@ def first_messages(env, options, facts: dict, policy=None) -> tuple[str, str]:
     )
 
 
-def note(options, task: Task, turns: list[dict], turns_left: int, seconds_left: float) -> str:
+def note(options, env, turns: list[dict], turns_left: int, seconds_left: float) -> str:
     """The last line of an observation, or "". turns: the transcript so far.
 
     The time is rounded to minutes, so episodes of equal actions read the same texts unless one of
-    them is slower by about a minute.
+    them is slower by about a minute. Waits for the sandbox.
     """
     scores = [turn["score"] for turn in turns if turn["score"] is not None]
-    best = max if task.higher_is_better else min
+    best = max if env.task.higher_is_better else min
     return load_prompts(options.prompts).fill(
         "note",
-        task=task,
+        task=env.task,
         turns_left=turns_left,
         minutes_left=round(seconds_left / 60),
         best=best(scores, default=None),
+        missing=missing(env),
+        repeated=repeated(turns),
+        turn=turns[-1],
     )
+
+
+def missing(env) -> list[str]:
+    """Names of the artefacts that are not in the workspace, without folders and patterns."""
+    plain = [name for name in env.task.artefacts if name[-1:] != "/" and not set(name) & set("*?[")]
+    names = [] if env.task.collect else plain
+    found = {name: env.sandbox.call("get", path=name, limit=0)[0] for name in names}
+    return [name for name in names if found[name].get("error") == "is not there"]
+
+
+def repeated(turns: list[dict]) -> str:
+    """The last line that the last commands led to, if an earlier reply had the same; else ""."""
+    *earlier, said = [turn["action"] or turn["reply"] for turn in turns]
+    if said not in earlier:
+        return ""
+    lines = [line for line in turns[-1]["observation"].splitlines() if line.strip()]
+    return ([line for line in lines if line[0] != "["] or lines)[-1].strip()[:200]

@@ -15,7 +15,7 @@
     python tests/bench learning    the stand-in by grpo.py as it is, on two tasks; half an hour
     python tests/bench objectives  losses and advantages on the built-in tasks; an hour
     python tests/bench pretrained  SmolLM2 imitates, then GRPO, on two tasks; an hour
-    python tests/bench first-submission  what gives it a valid submission without an imitation
+    python tests/bench real-agent  a coder of 1.5B through an endpoint (needs node); two hours
     python tests/bench partial-credit  GRPO of SmolLM2 with a reward for failures, and without
     python tests/bench learned-search  searches that learn against frozen ones; two hours
     python tests/bench search      modes and rules of search.py at equal tokens; an hour
@@ -53,7 +53,7 @@ SECTIONS = {
     "learning": "bench.learning.learning",
     "objectives": "bench.learning.objectives",
     "pretrained": "bench.learning.pretrained",
-    "first-submission": "bench.first_submission.first_submission",
+    "real-agent": "bench.real_agent.real_agent",
     "partial-credit": "bench.learning.partial_credit",
     "learned-search": "bench.learned_search.learned_search",
     "search": "bench.search.search",
@@ -105,9 +105,9 @@ def main():
     add("--only", default="", help=f"{runs} comma-separated variants; {also}")
     add("--waits", default="", help="for agent and ahead: comma-separated kinds of waits")
     add("--budget", type=float, default=60, help="for all: minutes")
-    first = "for first-submission:"
-    add("--episodes", type=int, default=32, help=f"{first} episodes of a task and a seed")
-    add("--reply-tokens", type=int, default=160, help=f"{first} most tokens of a reply")
+    first = "for real-agent:"
+    add("--episodes", type=int, default=12, help=f"{first} episodes of a task")
+    add("--reply-tokens", type=int, default=500, help=f"{first} most tokens of a reply")
     add("--gpu", action="store_true", help="for agent: the size of a step on a GPU")
     add("--flags", default="", help=f"{runs} more flags of the script")
     args = parser.parse_args()

@@ -33,7 +33,7 @@ PLAN = {
     "learning": ("", TRAINING),
     "mutants": ("--count 330", MUTATED),
     "search": ("--seeds 0,1,2,3,4,5,6,7,8,9 --jobs 24", TREES),
-    "first-submission": ("--model smollm2 --seeds 0", f"configs/prompts {ENGINE} {WORLD}"),
+    "real-agent": ("", f"configs/prompts evaluate.py flatlab/model/endpoint.py {WORLD}"),
     "partial-credit": ("--seeds 0", TRAINING),
     "pretrained": ("--jobs 2", f"{IMITATION} {TRAINING}"),
     "learned-search": ("", f"examples/learn.py {TREES}"),
