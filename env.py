@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from flatlab.errors import ArtefactError, SandboxFault, UnknownTask, UserError
-from flatlab.options import EpisodeOptions, SandboxOptions, TaskOptions
+from flatlab.options import EpisodeOptions, SandboxOptions
 from flatlab.sandbox import snapshot
 from flatlab.sandbox.client import Sandbox, pick_backend, readable
 from flatlab.task.definition import Task
@@ -225,14 +225,14 @@ class Env(AbstractContextManager, AbstractAsyncContextManager):
 
 
 def open_tasks(
-    options: TaskOptions,
+    names: Iterable[str],
     sandbox: SandboxOptions,
     stand_in: bool = False,
     left_out: dict | None = None,
     roots: dict | None = None,
-) -> list[Task]:
-    """Loads the tasks, decides on the kind of their sandboxes, which `sandbox` then names, prints
-    both and tries the graders.
+) -> tuple[list[Task], SandboxOptions]:
+    """Loads the tasks, decides on the kind of their sandboxes, prints both and tries the graders.
+    Returns the tasks, and the options of the sandboxes with this kind.
 
     Raises UserError if a task does not exist, needs something that its sandbox lacks, or has a
     broken grader. With `left_out`, such tasks are left out if they exist, and their reasons stand
@@ -240,12 +240,13 @@ def open_tasks(
     """
     find_bash()
     tasks, said = [], ""
-    for name in options.task:
+    for name in names:
         try:
             task = load_task(name, **roots or {})
             print(f"task     {task.outline}")
             image = task.image or sandbox.image
-            sandbox.backend, why = pick_backend(sandbox.backend, image, stand_in)
+            backend, why = pick_backend(sandbox.backend, image, stand_in)
+            sandbox = replace(sandbox, backend=backend)
             if not said:
                 said = why
                 print(f"sandbox  {why}")
@@ -261,7 +262,7 @@ def open_tasks(
         raise UserError(f"None of these tasks can be played here. {' '.join(left_out.values())}")
     if text := warning(tasks):
         print(f"warning  a score says little on {text}")
-    return tasks
+    return tasks, sandbox
 
 
 def check_context(tasks: list[Task], cfg, policy, left_out: dict | None = None) -> None:
@@ -311,7 +312,7 @@ def by_hand(
         prompts: File of the texts that an agent reads; default: configs/prompts/agent.yaml.
         sandbox: The kind of sandbox and what it offers.
     """
-    [task] = open_tasks(TaskOptions((task,)), sandbox, True)
+    [task], sandbox = open_tasks([task], sandbox, True)
     with Env(task, sandbox) as env:
         prompt = env.reset(EpisodeOptions(prompts=prompts))
         print(f"\n{HOW_TO_PLAY}\n{prompt}\n")

@@ -18,7 +18,7 @@ are left out. viz.py --suite compares models.
 import asyncio
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from flatlab import options
 from flatlab.errors import UserError
 from flatlab.model.path import model_name
 from flatlab.numbers import value_text
+from flatlab.options import Count, Resumable
 from flatlab.runs import cli, start
 from flatlab.runs.store import EPISODES
 from flatlab.suites.attempts import read_suite
@@ -41,29 +42,23 @@ from policy import open_engine, token_counter
 FIRST_SEED = -(10**12)  # of the episodes with --seed 0; those of training are never that low
 
 
-@dataclass
-class Config:
-    """None: computed by DERIVED below, or as the comment says. 0 never means "default"."""
+@dataclass(frozen=True)
+class Config(options.RunOptions):
+    """Options of a run. None: computed as written here, or as the comment says. 0 never means
+    "default".
+    """
 
-    # run directory logs/<name>, with several seeds logs/<name>-<seed>; the default name
-    # is <script>-<task>-<model>-<seed>
-    name: str | None = None
-    seed: tuple[int, ...] = (0,)  # seeds of sampling: a run each, one after the other
     suite: str | None = None  # name in configs/suites or a file: its values replace the defaults
-    attempts: int | None = None  # episodes of each task, in place of --episodes
-    episodes: int = 64  # of all tasks together, which take turns
-    concurrency: int = 32  # episodes in flight at once
+    attempts: Resumable[Count | None] = None  # episodes of each task, in place of --episodes
+    episodes: Resumable[Count] = 64  # of all tasks together, which take turns
+    concurrency: Resumable[Count] = 32  # episodes in flight at once
     # OpenAI-compatible endpoint to sample from, as http://localhost:8000/v1; key: $OPENAI_API_KEY
-    url: str | None = None
+    url: Resumable[str | None] = None
 
-    tasks: options.TaskOptions = field(default_factory=options.TaskOptions)
-    model: options.ModelOptions = field(default_factory=options.ModelOptions)
-    sandbox: options.SandboxOptions = field(default_factory=options.SandboxOptions)
-    episode: options.EpisodeOptions = field(default_factory=options.EpisodeOptions)
-
-    DERIVED = options.DERIVED
-    RESUMABLE = options.RESUMABLE | {"attempts", "episodes", "concurrency", "url"}
-    BOUNDS = options.BOUNDS | dict.fromkeys(("attempts", "episodes", "concurrency"), options.COUNT)
+    tasks: options.TaskOptions = options.TaskOptions()
+    model: options.ModelOptions = options.ModelOptions()
+    sandbox: options.SandboxOptions = options.SandboxOptions()
+    episode: options.EpisodeOptions = options.EpisodeOptions()
 
 
 async def evaluate(policy, tasks: list, numbers: list[int], cfg: Config, run) -> None:
@@ -140,15 +135,15 @@ def episode_numbers(tasks: list, cfg: Config, left_out) -> list[int]:
     return numbers
 
 
-def run_name(cfg: Config, seed: int, part: str) -> str:
-    """Name of the run of a seed; with a suite it ends with the model. part: name of the suite, and
-    of its tasks if it is not the whole suite.
+def run_name(cfg: Config, part: str, is_one_of_several: bool) -> str:
+    """Name of a run; with a suite it ends with the model. part: name of the suite, and of its tasks
+    if it is not the whole suite.
     """
-    name = start.run_name(cfg, seed, SCRIPT)
+    name = start.run_name(cfg, SCRIPT, is_one_of_several)
     if not cfg.suite:
         return name
     if not cfg.name:
-        name = f"{SCRIPT}-{part}-{seed}"
+        name = f"{SCRIPT}-{part}-{cfg.seed}"
     return f"{name}/{model_name(cfg)}"
 
 
@@ -160,15 +155,16 @@ def evaluate_seeds(cfgs: list[Config], model, roots: dict | None) -> list[Path]:
     console.model_line(first, model)
     left_out = {}
     may_lack = None if roots is None else left_out
-    tasks = env.open_tasks(first.tasks, first.sandbox, model.stand_in, may_lack, roots)
+    names, stand_in = first.tasks.task, model.stand_in
+    tasks, sandbox = env.open_tasks(names, first.sandbox, stand_in, may_lack, roots)
+    found = {"task": tuple(name for name in names if name not in left_out)}
+    found |= {"backend": sandbox.backend}
+    if first.attempts:
+        found |= {"episodes": first.attempts * len(tasks)}
     prompts = load_prompts(first.episode.prompts)
-    names = first.tasks.task  # of all seeds
-    first.tasks.task = tuple(name for name in names if name not in left_out)
     directories = []
     policy = None  # one engine for all seeds
-    for cfg in cfgs:
-        if cfg.attempts:
-            cfg.episodes = cfg.attempts * len(tasks)
+    for cfg in (options.changed(cfg, **found) for cfg in cfgs):
         has_ended = partial(is_finished, tasks=tasks, cfg=cfg)
         run = start.begin_run(cfg, tasks, model, has_ended, prompts.digest)
         if not run.finished:
@@ -200,17 +196,18 @@ def first_results(tasks: list, left_out: dict) -> dict:
 
 def main() -> None:
     argv = sys.argv[1:]
-    cfg = cli.parse_config(Config, argv)
+    cfgs = cli.parse_configs(Config, argv)
     suite, part = {"roots": None}, ""
-    if cfg.suite:
-        suite = read_suite(cfg.suite)
-        cfg = cli.parse_config(Config, argv, suite["settings"])
-        part = Path(cfg.suite).stem
-        if [*cfg.tasks.task] != suite["settings"].get("task"):
-            part += f"-{value_text(cfg.tasks.task)[:100]}"
-    cfgs, model = start.each_seed(cfg, partial(run_name, part=part))
-    directories = evaluate_seeds(cfgs, model, suite["roots"])
-    if cfg.suite:
+    if name := cfgs[0].suite:
+        suite = read_suite(name)
+        cfgs = cli.parse_configs(Config, argv, suite["settings"])
+        part = Path(name).stem
+        names = cfgs[0].tasks.task
+        if [*names] != suite["settings"].get("task"):
+            part += f"-{value_text(names)[:100]}"
+    cfgs = [replace(cfg, name=run_name(cfg, part, len(cfgs) > 1)) for cfg in cfgs]
+    directories = evaluate_seeds(*start.complete(cfgs), suite["roots"])
+    if name:
         print(suite_report(suite, [read_run(where) for where in directories]))
     elif len(directories) > 1:
         console.print_outcome(*directories)

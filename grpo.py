@@ -39,15 +39,18 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Le
 
 import env
 from flatlab import options, threads
 from flatlab.errors import UserError, finite, finite_list
 from flatlab.heartbeat import heartbeat
+from flatlab.options import Count, Number, Positive, Resumable, Whole, derived
 from flatlab.runs import cli, start
 from flatlab.task.value import evaluation_columns, summary_text
 from flatlab.train import checkpoint, metrics
@@ -282,76 +285,60 @@ LOSSES = {
 # =========================================================================================
 
 
-@dataclass
-class Config:
-    """None: computed by DERIVED below, or as the comment says. 0 never means "default"."""
+@dataclass(frozen=True)
+class Config(options.RunOptions):
+    """Options of a run. None: computed as written here, or as the comment says. 0 never means
+    "default".
+    """
 
-    # run directory logs/<name>, with several seeds logs/<name>-<seed>; the default name
-    # is <script>-<task>-<model>-<seed>
-    name: str | None = None
-    # seeds of sampling, initial adapter and choice of tasks: a run each, one after the other
-    seed: tuple[int, ...] = (0,)
-    # training steps; a larger number continues a finished run
-    steps: int = 30
+    steps: Resumable[Whole] = 30  # training steps; a larger number continues a finished run
 
-    groups: int = 4  # P: groups per step
+    groups: Count = 4  # P: groups per step
     # G: episodes per group, compared with each other
-    group_size: int = 8
+    group_size: Annotated[Count, Ge(2)] = 8
     reward: Literal[*REWARDS] = "continuous"  # function of the improvement over the baseline
-    lr: float | None = None  # learning rate of AdamW
-    kl: float = 0.05  # weight of the KL to the policy before the first step
+    # learning rate of AdamW
+    lr: Positive | None = derived(lambda cfg, model: 1e-3 if model.stand_in else 2e-5)
+    kl: Number = 0.05  # weight of the KL to the policy before the first step
 
     # upper bound on the groups per step, when groups with equal rewards are replaced: 2 P
-    max_groups: int | None = None
-    ahead: int = 0  # steps sampled ahead of the update; bounds the lag of an episode's first token
+    max_groups: Whole | None = derived(lambda cfg, model: 2 * cfg.groups)
+    # steps sampled ahead of the update; bounds the lag of an episode's first token
+    ahead: Whole = 0
     # episodes in flight at once in each process: 32 for each of the 1 + ahead steps
-    concurrency: int | None = None
+    concurrency: Resumable[Count | None] = derived(lambda cfg, model: 32 * (1 + cfg.ahead))
 
     advantage: Literal[*ADVANTAGES] = "group"  # what an episode is compared with
     # runnable: a reply that could not be run gets no positive advantage; complete: no loss on
     # replies that reached the length limit
     credit: Literal[*CREDITS] = "episode"
     loss: Literal[*LOSSES] = "dapo"  # policy-gradient loss; LOSSES shows what each one consists of
-    clip_low: float = field(init=False)  # the bounds of the loss, from LOSSES
-    clip_high: float = field(init=False)
 
     # rank of the LoRA matrices, that of --model's adapter if there is one. Alpha is twice the rank
-    lora_rank: int | None = None
+    lora_rank: Count | None = derived(lambda cfg, model: lora_settings(model)["r"])
 
     # tokens per training pass; default: what fits, at most 8192 (CPU) or 32768
-    micro_tokens: int | None = None
+    micro_tokens: Resumable[Count | None] = None
 
     # episodes per evaluation, on seeds never trained on; 0: none, and best/ is the last adapter
-    eval_episodes: int = 64
+    eval_episodes: Annotated[Whole, Le(100_003)] = 64
     # steps between evaluations; also before the first and after the last
-    eval_every: int = 10
+    eval_every: Count = 10
 
-    tasks: options.TaskOptions = field(default_factory=options.TaskOptions)
-    model: options.ModelOptions = field(default_factory=options.ModelOptions)
-    sandbox: options.SandboxOptions = field(default_factory=options.SandboxOptions)
-    episode: options.EpisodeOptions = field(default_factory=options.EpisodeOptions)
+    tasks: options.TaskOptions = options.TaskOptions()
+    model: options.ModelOptions = options.ModelOptions()
+    sandbox: options.SandboxOptions = options.SandboxOptions()
+    episode: options.EpisodeOptions = options.EpisodeOptions()
     # other places that get the rows; WANDB_MODE=offline needs no account
     trackers: options.Trackers = ()
 
-    DERIVED = options.DERIVED | {
-        "lora_rank": lambda cfg, model: lora_settings(model)["r"],
-        "lr": lambda cfg, model: 1e-3 if model.stand_in else 2e-5,
-        "max_groups": lambda cfg, model: 2 * cfg.groups,
-        "concurrency": lambda cfg, model: 32 * (1 + cfg.ahead),
-    }
-    RESUMABLE = options.RESUMABLE | {"steps", "concurrency", "micro_tokens"}
-    BOUNDS = options.BOUNDS | {
-        "groups": options.COUNT,
-        "group_size": (2, 1e9),
-        "concurrency": options.COUNT,
-        "lora_rank": options.COUNT,
-        "eval_episodes": (0, 100_003),
-        "eval_every": options.COUNT,
-    }
+    @property
+    def clip_low(self) -> float:
+        return LOSSES[self.loss].clip_low
 
-    def __post_init__(self):
-        self.clip_low = LOSSES[self.loss].clip_low
-        self.clip_high = LOSSES[self.loss].clip_high
+    @property
+    def clip_high(self) -> float:
+        return LOSSES[self.loss].clip_high
 
 
 # ------------------------------------------------------------------------------ sample
@@ -694,7 +681,8 @@ def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train, c
     cfgs, model = start.configs(config_class, script)
     check(cfgs[0], model)
     console.model_line(cfgs[0], model)
-    tasks = env.open_tasks(cfgs[0].tasks, cfgs[0].sandbox, model.stand_in)
+    tasks, sandbox = env.open_tasks(cfgs[0].tasks.task, cfgs[0].sandbox, model.stand_in)
+    cfgs = [replace(cfg, sandbox=sandbox) for cfg in cfgs]
     jobs = [open_job(cfg, model, tasks) for cfg in cfgs]
     policy = None  # one engine for all of them
     for cfg, job in zip(cfgs, jobs):
@@ -711,12 +699,15 @@ def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train, c
 
 
 def open_job(cfg: Config, model, tasks: list) -> TrainingRun:
-    """Opens the run of a seed."""
+    """Opens the run of a seed, on rank 0; all ranks learn whether it is finished."""
     prompts = load_prompts(cfg.episode.prompts)
-    limits = {"steps": cfg.steps, "n": cfg.eval_episodes}
-    is_finished = functools.partial(checkpoint.is_finished, **limits)
     job = TrainingRun(tasks)
-    job.open(start.begin_run, cfg, tasks, model, is_finished, prompts.digest)
+    if job.ranks.rank == 0:
+        limits = {"steps": cfg.steps, "n": cfg.eval_episodes}
+        is_finished = functools.partial(checkpoint.is_finished, **limits)
+        bounds = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
+        job.run = start.begin_run(cfg, tasks, model, is_finished, prompts.digest, **bounds)
+    job.finished = job.ranks.first(bool(job.run and job.run.finished))
     return job
 
 

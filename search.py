@@ -34,15 +34,18 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Le
 
 import env
 from flatlab import options
 from flatlab.errors import SandboxFault, UserError
 from flatlab.model.path import model_name
 from flatlab.numbers import value_text
+from flatlab.options import Count, Number, Positive, Resumable, Several, Whole
 from flatlab.runs import cli
 from flatlab.runs.start import complete, recorded
 from flatlab.task.sanity import warning
@@ -157,54 +160,39 @@ def sampling_mode(t: Tree, node: Node) -> str:
 # ==================================== end of the idea ========================================
 
 
-@dataclass
-class Config:
-    """Several values of task, sampling_mode or seed make a grid of trees that share one engine."""
+@dataclass(frozen=True)
+class Config(options.RunOptions):
+    """Options of a tree. Several values of task, sampling_mode or seed make a grid of trees, which
+    share one engine.
+    """
 
-    # run directory logs/<name>; the default name is <script>[-<rule>]-<task>-<mode>-<model>-<seed>,
-    # that of a grid <script>-grid-<model>
-    name: str | None = None
-    seed: tuple[int, ...] = (0,)  # seed of choices and samples; several: one tree each
-    nodes: int = 12  # executed nodes per tree, failed ones too
+    nodes: Resumable[Count] = 12  # executed nodes per tree, failed ones too
     # how strategies are asked for. none: not at all; sequence: as a list; uniform: equally probable
     # ones; tail: each less probable than tau; local: variations of the parent's. The modes are
     # experiments: none of them was measured to be better than none
-    sampling_mode: tuple[Literal[*MODES], ...] = ("none",)
+    sampling_mode: Several[Literal[*MODES]] = "none"
     select: Literal[*SELECT] = "bfs"  # rule that picks the node to build on
-    workers: int = 4  # nodes that run at the same time, over all trees
+    workers: Resumable[Count] = 4  # nodes that run at the same time, over all trees
     # OpenAI-compatible endpoint to sample from, as http://localhost:8000/v1; key: $OPENAI_API_KEY
-    url: str | None = None
+    url: Resumable[str | None] = None
 
     # token budget per tree, strategy requests included; default: no limit. Running requests may
     # exceed it
-    tokens: int | None = None
-    minutes: float | None = None  # wall time per tree; default: none
+    tokens: Resumable[Annotated[Whole, Ge(1)] | None] = None
+    minutes: Resumable[Positive | None] = None  # wall time per tree; default: none
 
-    k: int = 5  # strategies per request
+    k: Count = 5  # strategies per request
     # tail: ask for strategies less probable than this; others are used only if too few came
-    tau: float = 0.1
+    tau: Annotated[Number, Le(1)] = 0.1
     scope: Literal["parent", "global"] = "parent"  # global: prompts summarise the whole tree
     rule_args: tuple[str, ...] = ()  # constants of the rule, as in --rule-args c=0.5 drafts=4
 
-    tasks: options.TaskOptions = field(default_factory=options.TaskOptions)
-    model: options.ModelOptions = field(default_factory=options.ModelOptions)
-    sandbox: options.SandboxOptions = field(default_factory=options.SandboxOptions)
-    episode: options.EpisodeOptions = field(
-        default_factory=lambda: options.EpisodeOptions(max_turns=15)
-    )
+    task: Several[str] = "titanic"  # name, as for --task of grpo.py
+    model: options.ModelOptions = options.ModelOptions()
+    sandbox: options.SandboxOptions = options.SandboxOptions()
+    episode: options.EpisodeOptions = options.EpisodeOptions(max_turns=15)
     # other places that get the rows; WANDB_MODE=offline needs no account
     trackers: options.Trackers = ()
-
-    DERIVED = options.DERIVED
-    RESUMABLE = options.RESUMABLE | {"workers", "url", "nodes", "tokens", "minutes"}
-    BOUNDS = options.BOUNDS | {
-        "workers": options.COUNT,
-        "nodes": options.COUNT,
-        "tokens": (1, 1e9),
-        "minutes": (1e-6, 1e9),
-        "k": options.COUNT,
-        "tau": (0, 1),
-    }
 
 
 # ------------------------------------------------------------------ strategies
@@ -473,50 +461,58 @@ async def hidden_value(t: Tree, node: Node, split: str) -> float:
 SCRIPT = Path(__file__).stem  # a copy of this file makes runs of its own
 
 
-def default_name(script: str, cfg: Config) -> str:
-    """Name of the run or grid: the script, the rule if it is not the default, and what differs."""
-    kind = script if cfg.select == type(cfg).select else f"{script}-{cfg.select}"
-    axes = cfg.tasks.task, cfg.sampling_mode, cfg.seed
-    if any(len(axis) > 1 for axis in axes):
-        return f"{kind}-grid-{model_name(cfg)}"
-    [task], [mode], [seed] = axes
-    return f"{kind}-{value_text(task)}-{mode}-{model_name(cfg)}-{seed}"
+def named(cfgs: list[Config], script: str) -> list[Config]:
+    """The configs with the names of their runs, which are made of the script, the rule if it is not
+    the default, and what differs. The runs of a grid are in a folder.
+    """
+    first = cfgs[0]
+    kind = script if first.select == type(first).select else f"{script}-{first.select}"
+    model = model_name(first)
+    if len(cfgs) == 1:
+        task = value_text(first.task)
+        name = f"{kind}-{task}-{first.sampling_mode}-{model}-{first.seed}"
+        return [replace(first, name=first.name or name)]
+    grid = first.name or f"{kind}-grid-{model}"
+    cells = [f"{value_text(cfg.task)}-{cfg.sampling_mode}-{cfg.seed}" for cfg in cfgs]
+    return [replace(cfg, name=f"{grid}/{cell}") for cfg, cell in zip(cfgs, cells)]
 
 
 def check(cfg: Config) -> None:
     """Raises UserError for constants that the rule does not have, or a mode that it ignores."""
     rule = SELECT[cfg.select]
     rule.constants(cfg)
-    if not rule.uses_strategies and cfg.sampling_mode != ("none",):
+    if not rule.uses_strategies and cfg.sampling_mode != "none":
         raise UserError(f"--select {cfg.select} asks for no strategies: leave out --sampling-mode.")
 
 
 def grow_all(trees: list[Tree], cfg: Config, model) -> None:
-    """Loads the model and grows the trees."""
-    policy = open_engine(cfg, model, cfg.seed[0], max(8, cfg.workers))
+    """Loads the model and grows the trees. cfg: of the first tree."""
+    policy = open_engine(cfg, model, cfg.seed, max(8, cfg.workers))
     asyncio.run(search(trees, policy, cfg.workers))
 
 
 def main(config_class=Config, script=SCRIPT, check=check, grow_all=grow_all) -> None:
-    cfg = cli.parse_config(config_class, sys.argv[1:])
-    check(cfg)
-    rule = SELECT[cfg.select]
-    cfg.name = cfg.name or default_name(script, cfg)
-    model = complete(cfg)
-    console.model_line(cfg, model)
-    tasks = env.open_tasks(cfg.tasks, cfg.sandbox, model.stand_in)
-    trees, where = open_trees(cfg, tasks, rule, model)
+    cfgs = cli.parse_configs(config_class, sys.argv[1:])
+    for cfg in cfgs:
+        check(cfg)
+    cfgs, model = complete(named(cfgs, script))
+    first = cfgs[0]
+    console.model_line(first, model)
+    names = list(dict.fromkeys(cfg.task for cfg in cfgs))
+    tasks, sandbox = env.open_tasks(names, first.sandbox, model.stand_in)
+    cfgs = [replace(cfg, sandbox=sandbox) for cfg in cfgs]
+    trees, where = open_trees(cfgs, dict(zip(names, tasks)), SELECT[first.select], model)
     growing = [t for t in trees if not t.closed]
     if growing:
-        console.search_banner(cfg, trees, where)
+        console.search_banner(trees, where)
         with recorded([t.run for t in growing], where=where):
             for t in growing:
                 t.run.update_result(
                     **result_json(t), degenerate=warning([t.task]), status="running"
                 )
-            if not cfg.url:
-                env.check_context(tasks, cfg, token_counter(cfg, model))
-            grow_all(growing, cfg, model)
+            if not first.url:
+                env.check_context(tasks, first, token_counter(first, model))
+            grow_all(growing, first, model)
     console.print_end(trees, where)
 
 

@@ -14,14 +14,18 @@ import asyncio
 import functools
 import random
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Le
 
 from flatlab import options
 from flatlab.errors import UserError
 from flatlab.files import content_key
 from flatlab.model.chat import Sample
 from flatlab.numbers import counted
+from flatlab.options import Count, Positive, Resumable, derived
 from flatlab.runs import cli, start, store
 from flatlab.runs.store import EPISODES
 from flatlab.train import checkpoint, metrics
@@ -37,48 +41,26 @@ MOST_EPISODES = 1024  # of a task
 MAX_GRAD_NORM = 1.0  # a larger gradient is scaled down to this norm
 
 
-@dataclass
-class EpisodeOptions(options.EpisodeOptions):
-    """Those that matter for stored episodes; the others are no flags."""
-
-    max_turns: int = field(default=8, init=False)
-    max_reply_tokens: int | None = field(default=None, init=False)
-    episode_minutes: float = field(default=30.0, init=False)
-    prompts: str | None = field(default=None, init=False)
-
-
-@dataclass
-class Config:
-    """None: computed by DERIVED below, or as the comment says. 0 never means "default"."""
+@dataclass(frozen=True)
+class Config(options.RunOptions):
+    """Options of a run. None: computed as written here, or as the comment says. 0 never means
+    "default".
+    """
 
     runs: tuple[str, ...] = ()  # run directories of grpo.py or search.py, logs/<run>, to imitate
-    # run directory logs/<name>, with several seeds logs/<name>-<seed>; the default name
-    # is <script>-<task>-<model>-<seed>
-    name: str | None = None
-    # seeds of the initial adapter and of the order of episodes: a run each, one after the other
-    seed: tuple[int, ...] = (0,)
-    share: float = 0.25  # fraction of the episodes above the baseline, best first
-    updates: int = 32  # optimizer steps, on up to 8 episodes each
-    lr: float | None = None  # learning rate of AdamW
+    # fraction of the episodes above the baseline, best first
+    share: Annotated[Positive, Le(1)] = 0.25
+    updates: Resumable[Count] = 32  # optimizer steps, on up to 8 episodes each
+    # learning rate of AdamW
+    lr: Positive | None = derived(lambda cfg, model: 1e-3 if model.stand_in else 2e-4)
     # rank of the LoRA matrices, that of --model's adapter if there is one. Alpha is twice the rank
-    lora_rank: int | None = None
+    lora_rank: Count | None = derived(lambda cfg, model: lora_settings(model)["r"])
     # tokens per training pass; default: what fits, at most 8192 (CPU) or 32768
-    micro_tokens: int | None = None
+    micro_tokens: Resumable[Count | None] = None
 
-    tasks: options.TaskOptions = field(default_factory=options.TaskOptions)
-    model: options.ModelOptions = field(default_factory=options.ModelOptions)
-    episode: EpisodeOptions = field(default_factory=EpisodeOptions)
-
-    DERIVED = options.DERIVED | {
-        "lora_rank": lambda cfg, model: lora_settings(model)["r"],
-        "lr": lambda cfg, model: 1e-3 if model.stand_in else 2e-4,
-    }
-    RESUMABLE = options.RESUMABLE | {"updates", "micro_tokens"}
-    BOUNDS = options.BOUNDS | {
-        "share": (1e-6, 1),
-        "updates": options.COUNT,
-        "lora_rank": options.COUNT,
-    }
+    tasks: options.TaskOptions = options.TaskOptions()
+    model: options.ModelOptions = options.ModelOptions()
+    episode: options.HistoryOptions = options.HistoryOptions()
 
 
 # ------------------------------------------------------------------------------ episodes

@@ -17,15 +17,17 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import grpo  # noqa: E402
 import search  # noqa: E402
-from flatlab import options  # noqa: E402
 from flatlab.errors import UserError  # noqa: E402
 from flatlab.numbers import standard_error  # noqa: E402
+from flatlab.options import Count, Positive, Resumable, derived  # noqa: E402
 from flatlab.runs import cli  # noqa: E402
 from flatlab.runs.store import Run  # noqa: E402
 from flatlab.train import batch, checkpoint, metrics  # noqa: E402
@@ -35,25 +37,21 @@ from flatlab.view import console  # noqa: E402
 from policy import Policy  # noqa: E402
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config(search.Config):
     """The options of search.py, and those of the updates."""
 
-    nodes: int = 256  # executed nodes per tree, failed ones too
-    parents: int = 4  # nodes that the rule picks in a round
-    children: int = 8  # of each parent in a round, compared with each other
-    lr: float | None = None  # learning rate of AdamW
+    nodes: Resumable[Count] = 256  # executed nodes per tree, failed ones too
+    parents: Count = 4  # nodes that the rule picks in a round
+    # children of each parent in a round, compared with each other
+    children: Annotated[Count, Ge(2)] = 8
+    # learning rate of AdamW
+    lr: Positive | None = derived(lambda cfg, model: 1e-3 if model.stand_in else 4e-5)
 
     select: Literal[*search.SELECT] = "puct"  # rule that picks the nodes to build on
     # nodes that run at the same time: parents x children
-    workers: int | None = None
+    workers: Resumable[Count | None] = derived(lambda cfg, model: cfg.parents * cfg.children)
     url: None = field(default=None, init=False)  # no option: an endpoint cannot be trained
-
-    DERIVED = search.Config.DERIVED | {
-        "workers": lambda cfg, model: cfg.parents * cfg.children,
-        "lr": lambda cfg, model: 1e-3 if model.stand_in else 4e-5,
-    }
-    BOUNDS = search.Config.BOUNDS | {"parents": options.COUNT, "children": (2, 1e9)}
 
 
 # ------------------------------------------------------------------ rounds
@@ -66,7 +64,7 @@ async def learn(trees: list[Tree], policy, cfg: Config) -> None:
     await policy.verify()
     for t in trees:
         await search.prepare_tree(t, policy)
-        policy.reset(cfg.seed[0])
+        policy.reset(cfg.seed)
         if policy.path.adapter:  # the row's kl is against it; the loss has no KL term
             policy.set_reference(policy.path.adapter)
         await grow(t, slots)
@@ -182,7 +180,7 @@ def check(cfg: Config) -> None:
 
 def grow_all(trees: list[Tree], cfg: Config, model) -> None:
     """Loads the model and grows the trees."""
-    policy = Policy(model, cfg.model, cfg.seed[0], max(8, cfg.workers))
+    policy = Policy(model, cfg.model, cfg.seed, max(8, cfg.workers))
     asyncio.run(learn(trees, policy, cfg))
 
 

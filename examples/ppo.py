@@ -40,7 +40,7 @@ LAMBDA = 1.0  # 1: the advantage is the return minus the value; 0.95 forgets aft
 HEAD_FILE = "value_head.pt"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config(grpo.Config):
     """The options of grpo.py. Advantages are per token, so there is no other credit."""
 

@@ -107,10 +107,11 @@ def read_mapping(path: Path, default: dict | None = None, loader=YamlLoader) -> 
     return content
 
 
-def validated(kind: type, values: dict, path: Path, strict: bool = False):
-    """Makes a dataclass or TypedDict from the content of a file. strict: no value is converted.
+def validated(kind: type, values, path: Path | str, strict: bool = False):
+    """Makes a dataclass or TypedDict from the content of a file, or another type from the value of
+    a flag. strict: no value is converted.
 
-    Raises UserError naming the file and the first wrong key.
+    Raises UserError naming the file or flag and the first wrong key.
     """
     from pydantic import TypeAdapter, ValidationError  # takes long: --help does without it
 
@@ -121,7 +122,8 @@ def validated(kind: type, values: dict, path: Path, strict: bool = False):
     where = ".".join(map(str, first["loc"]))
     if first["type"] == "missing":
         raise UserError(f"{path} lacks the key {where}.")
-    raise UserError(f"{path}: {where}: {first['msg']}, not {str(first['input'])[:100]!r}.")
+    said = [str(path), where, first["msg"]]
+    raise UserError(f"{': '.join(filter(None, said))}, not {str(first['input'])[:100]!r}.")
 
 
 def read_rows(path) -> list[dict]:

@@ -68,7 +68,7 @@ READER = ThreadPoolExecutor(1, "agent_program")
 tokenizer_copy = functools.lru_cache(1)(lambda policy: policy.twin())
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config(grpo.Config):
     """The options of grpo.py, and the program."""
 
@@ -355,4 +355,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.one_sentence(main)
+    cli.run(main)

@@ -131,11 +131,12 @@ def play(policy, tmp_path, monkeypatch, quick_provenance):
 
     import grpo
     from flatlab.errors import first_cause
+    from flatlab.options import changed
     from flatlab.runs import store
     from flatlab.train import metrics
     from flatlab.train.job import TrainingRun
     from flatlab.view import page
-    from helpers import MADE_BY, configure
+    from helpers import MADE_BY
     from training import CFG, TASK, one_reply, weights_of
 
     monkeypatch.chdir(tmp_path)
@@ -158,7 +159,7 @@ def play(policy, tmp_path, monkeypatch, quick_provenance):
         monkeypatch.setattr(grpo, "run_episode", episode)
         if not guarded:
             monkeypatch.setattr(metrics, "collapse", lambda *_: "")
-        cfg = configure(
+        cfg = changed(
             CFG,
             name=name,
             groups=2,

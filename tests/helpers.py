@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import copy
 import gc
 import gzip
 import io
@@ -15,7 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,8 +26,8 @@ from competition import write
 from env import Env
 from flatlab.errors import UserError
 from flatlab.model.chat import Sample
-from flatlab.options import EpisodeOptions
-from flatlab.runs.cli import one_sentence
+from flatlab.options import EpisodeOptions, changed
+from flatlab.runs.cli import one_sentence, parse_configs
 from flatlab.runs.store import read_episodes, transcript_reader
 from flatlab.task.grading import Score
 from flatlab.tree.nodes import Node
@@ -266,21 +264,16 @@ def make_model(folder: Path, vocabulary=0, **sizes) -> str:
     return str(folder)
 
 
-def configure(config, **flags):
-    """A copy of a Config with flat options, as they are written on the command line."""
-    config = copy.deepcopy(config)
-    groups = [getattr(config, field.name) for field in fields(config)]
-    for name, value in flags.items():
-        owner = next((group for group in groups if hasattr(group, name)), config)
-        assert hasattr(owner, name), name
-        setattr(owner, name, value)
-    return config
-
-
 def search_config(**flags):
     import search
 
-    return configure(search.Config(), **{"prompts": TINY_TEXTS} | flags)
+    return changed(search.Config(), **{"prompts": TINY_TEXTS} | flags)
+
+
+def parsed(config_class, words: str):
+    """The Config of a command line that makes one run."""
+    [cfg] = parse_configs(config_class, words.split())
+    return cfg
 
 
 def python(*arguments, cwd=PROJECT, timeout=600, **options):

@@ -10,10 +10,11 @@ import torch
 import evaluate
 import sft
 from flatlab.files import load_tensors, save_tensors
+from flatlab.options import changed
 from flatlab.runs import store
 from flatlab.train import checkpoint
 from flatlab.train.job import TrainingRun
-from helpers import MADE_BY, configure, episode, user_error
+from helpers import MADE_BY, episode, user_error
 from test_search import opened, run
 from training import TASK
 
@@ -170,7 +171,7 @@ def test_damaged_episodes_are_neither_counted_nor_imitated(tmp_path, quick_prove
     run = store.open_run(tmp_path, {}, MADE_BY)
     run.save_episodes("0", [episode(0.7, f"{i}", id=f"{i}", when="0") for i in range(3)])
     run.lock.close()
-    cfg = configure(sft.Config(), runs=(f"{tmp_path}",), share=1.0)
+    cfg = changed(sft.Config(), runs=(f"{tmp_path}",), share=1.0)
 
     def opened():
         run = store.open_run(tmp_path, {}, MADE_BY)

@@ -16,7 +16,7 @@ import env
 from backends import ISOLATED, wait_for
 from env import Env
 from flatlab.errors import ArtefactError, SandboxFault
-from flatlab.options import EpisodeOptions, SandboxOptions, TaskOptions
+from flatlab.options import EpisodeOptions, SandboxOptions
 from flatlab.sandbox.client import Sandbox
 from flatlab.task import grading, machine
 from flatlab.task.definition import Task
@@ -219,7 +219,7 @@ def test_a_machine_without_bash_is_one_sentence(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     blocks.find_bash.cache_clear()
     with user_error("bash is not on the PATH"):
-        env.open_tasks(TaskOptions(("titanic",)), LOCAL)
+        env.open_tasks(["titanic"], LOCAL)
 
 
 def test_hostile_replies_raise_nothing_else_and_take_no_time():
@@ -717,7 +717,7 @@ def test_cancelled_episode_closes_its_sandbox(task):
 
 
 def test_an_env_that_was_handed_in_goes_on_and_stays_open(task):
-    options = EpisodeOptions(1, 512, 512, prompts=TINY_TEXTS)
+    options = EpisodeOptions(512, max_turns=1, max_reply_tokens=512, prompts=TINY_TEXTS)
     with Env(task, LOCAL) as world:
         for command in ("echo a > guess.txt", "ls"):
             episode = asyncio.run(run_episode(world, FakePolicy(block(command)), options))

@@ -217,7 +217,7 @@ BETTER = json.dumps([UNIT // 4, UNIT // 2, UNIT * 3 // 4, UNIT * 3 // 4, UNIT //
 def test_a_search_says_exact_and_keeps_a_file_that_beats_the_reference(quick_provenance):
     reply = block(f"echo '{BETTER}' > solution.json")
     task = replace(load_task("erdosOverlap"), reference=0.49)
-    trees = opened([task], nodes=1, sampling_mode=("none",))
+    trees = opened([task], nodes=1, sampling_mode="none")
     grow(trees, FakePolicy(reply, block("validate"), block("submit")))
     [t] = trees
     result = t.run.result

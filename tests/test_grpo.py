@@ -22,7 +22,7 @@ import grpo
 from flatlab.errors import sentence_of
 from flatlab.files import read_mapping, read_rows
 from flatlab.model.path import ModelPath
-from flatlab.options import SandboxOptions, TaskOptions, fill_in
+from flatlab.options import SandboxOptions, changed, filled
 from flatlab.runs import start
 from flatlab.task.value import LOST, evaluation_columns, fell_by_half, summary_text
 from flatlab.train import metrics
@@ -30,7 +30,7 @@ from flatlab.train.batch import Group, TrainSequence, draw_kl_weights, gather_gr
 from flatlab.train.job import Ranks, TrainingRun
 from flatlab.view.results import final_table
 from flatlab.world.episode import Episode, Segment, packed_tokens
-from helpers import attempts_of, configure, segments_of, slow, step_row, user_error
+from helpers import attempts_of, segments_of, slow, step_row, user_error
 from tasks import load_task
 from training import (
     CFG,
@@ -91,7 +91,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(policy, update, loss,
     monkeypatch.setattr(policy, "diff_limit", 9.0)
     monkeypatch.setattr(grpo, "MAX_GRAD_NORM", 1e9)
     monkeypatch.setattr(grpo, "KL_SHARE", 1.0)
-    cfg = configure(CFG, loss=loss, kl=0.05)
+    cfg = changed(CFG, loss=loss, kl=0.05)
     a, whole = update(batch, cfg)
     monkeypatch.setattr(policy, "micro_tokens", 30)
     b, parts = update(batch, cfg)
@@ -622,9 +622,10 @@ def test_two_tasks_have_their_own_numbers_and_a_common_scale(play):
 
 def test_none_is_derived_and_zero_is_zero(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    cfg = configure(grpo.Config(loss="gspo"), model="tiny", lr=0.0, backend="local")
-    [cfg], _ = start.each_seed(cfg, partial(start.run_name, script="copy"))
-    assert cfg.lr == 0
+    cfg = changed(grpo.Config(loss="gspo"), model="tiny", kl=0.0, backend="local")
+    cfg = replace(cfg, name=start.run_name(cfg, "copy", False))
+    [cfg], _ = start.complete([cfg])
+    assert (cfg.kl, cfg.lr) == (0, 1e-3)
     assert (cfg.clip_low, cfg.clip_high) == (3e-4, 4e-4)
     assert cfg.max_groups == 8
     assert cfg.model.context == 2048
@@ -632,8 +633,7 @@ def test_none_is_derived_and_zero_is_zero(tmp_path, monkeypatch):
 
 
 def test_the_lengths_fit_a_model_of_few_positions():
-    cfg = grpo.Config()
-    fill_in(cfg, ModelPath("m", None, False, 512))
+    cfg = filled(grpo.Config(), ModelPath("m", None, False, 512))
     lengths = (cfg.episode.max_reply_tokens, cfg.episode.max_observation_tokens)
     assert (cfg.model.context, *lengths) == (512, 128, 128)
 
@@ -641,7 +641,7 @@ def test_the_lengths_fit_a_model_of_few_positions():
 def test_a_run_on_a_degenerate_task_begins_with_a_warning(capsys, monkeypatch):
     task = replace(TASK, degenerate="the sex rule is the label")
     monkeypatch.setattr(env, "load_task", lambda name: task)
-    env.open_tasks(TaskOptions(("titanic",)), SandboxOptions("local"))
+    env.open_tasks(["titanic"], SandboxOptions("local"))
     assert "warning  a score says little on titanic: the sex rule" in capsys.readouterr().out
     assert "the sex rule is the label" in metrics.first_results([task], "training")["degenerate"]
 

@@ -15,12 +15,12 @@ import search
 import viz
 from examples import learn
 from flatlab.files import read_rows
-from flatlab.runs.cli import parse_config
+from flatlab.options import changed
 from flatlab.runs.start import complete
 from flatlab.runs.store import EPISODES
 from flatlab.tree.nodes import open_trees
 from flatlab.view.reader import read_run, transcripts_of
-from helpers import TINY_TEXTS, configure, graded, user_error
+from helpers import TINY_TEXTS, graded, parsed, user_error
 from training import TASK, has_weights, one_reply, weights_of
 
 
@@ -29,16 +29,17 @@ def folder(tmp_path, monkeypatch, quick_provenance):
     monkeypatch.chdir(tmp_path)
 
 
-def grown(policy, change=lambda node: None, **config):
+def grown(policy, change=lambda node: None, seeds=(0,), **config):
     """Grows a tree for each seed, over episodes of one reply.
 
     change(node): alters the node that was played.
     """
     options = {"name": "a", "parents": 2, "children": 3, "workers": 6, "lr": 0.01}
-    options |= {"max_reply_tokens": 6, "sampling_mode": ("none",), "context": 2048}
-    cfg = configure(learn.Config(), prompts=TINY_TEXTS, backend="local", **options | config)
-    tasks = [replace(TASK, splits=("test",))]
-    trees, _ = open_trees(cfg, tasks, search.SELECT[cfg.select], None)
+    options |= {"max_reply_tokens": 6, "context": 2048, "prompts": TINY_TEXTS, "backend": "local"}
+    cfg = changed(learn.Config(), **options | config)
+    cfgs = search.named([replace(cfg, seed=seed) for seed in seeds], "learn")
+    tasks = {"titanic": replace(TASK, splits=("test",))}
+    trees, _ = open_trees(cfgs, tasks, search.SELECT[cfg.select], None)
 
     async def one(t, node, parents):
         world = SimpleNamespace(task=t.task, seed=node.seed)
@@ -121,7 +122,7 @@ def test_trees_of_a_grid_begin_with_the_same_adapter(policy):
     def look(node):
         begun.append(has_weights(policy, first))
 
-    trees = grown(policy, look, seed=(0, 1), parents=1, nodes=3)
+    trees = grown(policy, look, seeds=(0, 1), parents=1, nodes=3)
     assert begun == [True] * 6
     assert all((t.run.dir / "best").is_dir() for t in trees)
 
@@ -157,17 +158,16 @@ def test_replies_that_were_cut_carry_no_gradient(policy):
 
 BAD_INPUT = {
     "--select bfs": "choose one such as --select puct",
-    "--children 1": "--children must be from 2",
-    "--parents 0": "--parents must be from 1",
+    "--children 1": "--children: Input should be greater than or equal to 2",
+    "--parents 0": "--parents: Input should be greater than or equal to 1",
 }
 
 
 def test_bad_input_is_one_sentence_and_all_nodes_of_a_round_run_at_once():
     for flags, sentence in BAD_INPUT.items():
         with user_error(sentence):
-            learn.check(parse_config(learn.Config, flags.split()))
-    cfg = parse_config(learn.Config, ["--children", "16", "--name", "a", "--model", "tiny"])
-    complete(cfg)
+            learn.check(parsed(learn.Config, flags))
+    [cfg], _ = complete([parsed(learn.Config, "--children 16 --name a --model tiny")])
     assert cfg.workers == 64
     with pytest.raises(SystemExit, match="2"):
-        parse_config(learn.Config, ["--url", "x"])
+        parsed(learn.Config, "--url x")

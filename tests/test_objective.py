@@ -18,6 +18,7 @@ import helpers
 import training
 from flatlab.model.packing import row_tokens
 from flatlab.numbers import expected_best
+from flatlab.options import changed
 from flatlab.task.value import summary, summary_text, unit, value_of
 from flatlab.train.batch import (
     Group,
@@ -32,11 +33,11 @@ from flatlab.train.batch import (
 )
 from flatlab.train.job import TrainingRun
 from flatlab.world.episode import Episode, Segment, play
-from helpers import TINY_TEXTS, FakePolicy, block, configure, half_break
+from helpers import TINY_TEXTS, FakePolicy, block, half_break
 from tasks import load_task
 from training import TASK, scored_group, valid
 
-CFG = configure(training.CFG, max_turns=4, max_reply_tokens=10)
+CFG = changed(training.CFG, max_turns=4, max_reply_tokens=10)
 ONE = torch.zeros(4, dtype=torch.long)  # all tokens in one sequence
 
 
@@ -65,7 +66,7 @@ def bits(text):
 
 def rewards(name, task, *scores):
     """The rewards of a group with these scores, None: nothing valid."""
-    cfg = configure(CFG, reward=name)
+    cfg = changed(CFG, reward=name)
     return [grpo.reward_of(e, cfg) for e in scored_group(task, *scores).episodes]
 
 
@@ -135,7 +136,7 @@ def test_validate_then_submit_is_not_paid():
     ]
     assert good.score > task.baseline > bad.score
     for name in grpo.REWARDS:
-        cfg = configure(CFG, reward=name)
+        cfg = changed(CFG, reward=name)
         paid = [grpo.reward_of(e, cfg) for e in (good, bad, *exploits)]
         assert set(paid[2:]) == {grpo.NO_SUBMISSION}
         assert min(paid[:2]) >= grpo.NO_SUBMISSION
@@ -202,6 +203,11 @@ def test_replies_that_reached_the_length_limit_can_be_left_out():
 # ------------------------------------------------------------------------------ losses
 
 
+def bounds(low, high):
+    """Bounds, as a loss reads them from a Config."""
+    return SimpleNamespace(clip_low=low, clip_high=high)
+
+
 def test_the_clipped_loss_by_hand():
     old = logs("0.5 0.5 0.5 0.5")
     new = logs("0.5 0.75 0.75 0.25")  # ratios 1, 1.5, 1.5, 0.5
@@ -210,7 +216,7 @@ def test_the_clipped_loss_by_hand():
     # min(rA, clip(r, .8, 1.28) A): 2; min(1.5, 1.28); min(-1.5, -1.28); min(-0.5, -0.8)
     assert loss.tolist() == approx("-2 -1.28 1.5 0.8")
     assert is_clipped.tolist() == bits("0101")
-    even = configure(CFG, clip_high=0.2)  # GRPO clips as far above as below
+    even = bounds(0.2, 0.2)  # GRPO clips as far above as below
     low, _ = grpo.clipped(new, old, advantage, ONE, even)
     assert low.tolist() == approx("-2 -1.2 1.5 0.8")
 
@@ -229,7 +235,7 @@ def test_a_ratio_is_truncated_but_keeps_its_gradient(function, monkeypatch):
 
 
 def test_gspo_by_hand_and_its_gradient_is_that_of_the_sequence_form():
-    cfg = configure(CFG, clip_low=3.0, clip_high=3.0)  # no clipping yet
+    cfg = bounds(3.0, 3.0)  # no clipping yet
     old = logs("0.5 0.5 0.5 0.2")
     new = logs("0.5 0.25 0.5 0.4").requires_grad_()
     sequence = numbers("0 0 0 1").long()
@@ -244,7 +250,7 @@ def test_gspo_by_hand_and_its_gradient_is_that_of_the_sequence_form():
     (2 * ratio[3] - ratio[:3].prod() ** (1 / 3)).backward()
     assert torch.allclose(new.grad, free.grad)
     # s below 1 with A > 0, above 1 with A < 0: the pessimistic side counts
-    tight = configure(cfg, clip_low=0.1, clip_high=0.1)
+    tight = bounds(0.1, 0.1)
     for sign in (1, -1):
         _, is_clipped = grpo.sequence_clipped(new, old, sign * advantage, sequence, tight)
         assert set(is_clipped.tolist()) == {sign < 0}
@@ -254,7 +260,7 @@ def test_cispo_by_hand():
     """A clipped token still has a gradient."""
     old = logs("0.1 0.5 0.5")
     new = logs("0.9 0.25 0.5").requires_grad_()  # ratios 9, 0.5, 1
-    cfg = configure(CFG, clip_low=1.0, clip_high=4.0)
+    cfg = bounds(1.0, 4.0)
     advantage = numbers("1 -1 2")
     loss, is_clipped = grpo.clipped_weight(new, old, advantage, ONE[:3], cfg)
     weights = numbers("-5 0.5 -2")
@@ -270,13 +276,13 @@ def test_dppo_by_hand():
     new = logs("0.75 0.75 0.25 0.25 0.0015").requires_grad_()
     advantage = numbers("1 -1 1 -1 1")
     sequence = torch.zeros(5)
-    cfg = configure(CFG, clip_low=0.2, clip_high=0.2)
+    cfg = bounds(0.2, 0.2)
     loss, is_masked = grpo.masked(new, old, advantage, sequence, cfg)
     assert is_masked.tolist() == bits("10010")
     assert loss.tolist() == approx("0 1.5 -0.5 0 -1.5")
     loss.sum().backward()
     assert new.grad.tolist() == approx("0 1.5 -0.5 0 -1.5")
-    wide = configure(cfg, clip_low=0.3, clip_high=0.2)
+    wide = bounds(0.3, 0.2)
     for signs, masked in ((advantage, "10000"), (0 * advantage, "00000")):
         _, is_masked = grpo.masked(new, old, signs, sequence, wide)
         assert is_masked.tolist() == bits(masked)
@@ -331,7 +337,7 @@ def test_bounds_of_the_losses_and_constants_of_the_update():
 
 
 def test_the_learning_rate_rises_for_four_steps():
-    cfg = configure(CFG, lr=0.5)
+    cfg = changed(CFG, lr=0.5)
     rates = [grpo.learning_rate(step, cfg) for step in range(7)]
     assert rates == approx("0.1 0.2 0.3 0.4 0.5 0.5 0.5")
 
@@ -340,7 +346,7 @@ def test_the_learning_rate_rises_for_four_steps():
 def test_on_samples_of_the_current_policy_every_loss_has_the_policy_gradient(name):
     torch.manual_seed(0)
     loss = grpo.LOSSES[name]
-    cfg = configure(CFG, clip_low=loss.clip_low, clip_high=loss.clip_high)
+    cfg = changed(CFG, loss=name)
     logp = torch.randn(5).requires_grad_()
     advantage = torch.randn(5)
     sequence = numbers("0 0 1 1 1").long()
@@ -356,7 +362,7 @@ def test_on_samples_of_the_current_policy_every_loss_has_the_policy_gradient(nam
 @pytest.mark.attack("a broken sandbox after a bad result, in half of a group")
 def test_an_episode_that_breaks_its_sandbox_stays_in_its_group(hasty):
     policy = FakePolicy(half_break)
-    cfg = configure(CFG, max_turns=3, max_reply_tokens=1000, prompts=TINY_TEXTS)
+    cfg = changed(CFG, max_turns=3, max_reply_tokens=1000, prompts=TINY_TEXTS)
     job = TrainingRun(play=play)
     [group] = asyncio.run(grpo.play_groups(policy, Plan([TASK], 4, 0), cfg, job))
     assert [e.status for e in group.episodes] == ["submit", "crashed"] * 2
@@ -381,7 +387,7 @@ def test_faults_and_equal_rewards_are_not_in_the_batch(task):
     assert not equal.informative
     assert different.informative
     assert not played(task, None).informative
-    cfg = configure(CFG, loss="dapo", advantage="group_nostd")
+    cfg = changed(CFG, loss="dapo", advantage="group_nostd")
     batch = grpo.make_batch([equal, different], cfg, TrainingRun())
     assert [p.advantage for p in batch] == [[0.5] * 3, [-0.5] * 3]  # mean 0.5 of two, not of three
     assert {*sum((p.weight for p in batch), [])} == {1 / 6}
@@ -390,7 +396,7 @@ def test_faults_and_equal_rewards_are_not_in_the_batch(task):
     stored = [e.turns[0].get("advantage") for e in equal.played + different.played]
     assert stored == [None, None, 0.5, -0.5]
     different.episodes[0].turns[1]["stop_reason"] = "length"
-    batch = grpo.make_batch([different], configure(cfg, credit="complete"), TrainingRun())
+    batch = grpo.make_batch([different], changed(cfg, credit="complete"), TrainingRun())
     assert [len(s.advantage) for s in batch] == [2, 3]
 
 
@@ -436,7 +442,7 @@ def test_tasks_share_the_groups_by_weight():
 
 
 def test_a_plan_has_a_seed_and_replacements_of_its_own():
-    cfg = configure(CFG, groups=2, max_groups=5, group_size=4, seed=3)
+    cfg = changed(CFG, groups=2, max_groups=5, group_size=4, seed=3)
     plan = plan_step(["a", "b"], [1, 1], cfg, 7)
     assert (plan.seed, plan.size, plan.order, plan.test) == (3 * 10_007 + 7, 4, 7, False)
     assert sorted(plan.tasks) == ["a", "b"]

@@ -38,7 +38,7 @@ from tasks import load_task
 
 TITANIC = load_task("titanic", "", "")
 FULL = {"prompts": AGENT_TEXTS, "max_turns": 3}
-OPTIONS = EpisodeOptions(5, 128, 128, 20.0, AGENT_TEXTS)
+OPTIONS = EpisodeOptions(128, "keep", 5, 128, 20.0, AGENT_TEXTS)
 NOBODY = block("sed 's/,.*/,0/; 1s/.*/id,survived/' data/test.csv > submission.csv")
 # texts that the stand-in was trained on, but for the last line about battleOfSexes
 RECORDED = json.loads((PROJECT / "tests/recorded_texts.json").read_text())

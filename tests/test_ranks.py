@@ -232,11 +232,11 @@ def main(model: str, steps: str, scripts: str, ahead: str = "0") -> None:
     import grpo
     from examples import ppo
     from flatlab.model.path import ModelPath
-    from flatlab.options import ModelOptions
+    from flatlab.options import ModelOptions, changed
     from flatlab.runs.store import open_run
     from flatlab.train import metrics
     from flatlab.train.job import TrainingRun
-    from helpers import MADE_BY, configure
+    from helpers import MADE_BY
     from training import CFG, TASK, one_reply, waiting_reply, weights_of
 
     ranks = join(timeout=120)
@@ -254,7 +254,7 @@ def main(model: str, steps: str, scripts: str, ahead: str = "0") -> None:
     for name in scripts.split(","):
         for p, start in zip(policy.parameters(), begin):
             p.data.copy_(start)
-        cfg = configure(CFG, name=name, steps=int(steps), ahead=int(ahead), **common)
+        cfg = changed(CFG, name=name, steps=int(steps), ahead=int(ahead), **common)
         job = TrainingRun([TASK], ranks=ranks)
         if ranks.rank == 0:
             config = {"task": ["titanic"], "steps": cfg.steps}

@@ -12,10 +12,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import FrozenInstanceError, dataclass, fields, is_dataclass, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import pytest
@@ -29,12 +29,12 @@ from examples import learn
 from flatlab import files, heartbeat, options
 from flatlab.errors import SandboxFault, UserError, sentence_of
 from flatlab.model.path import ModelPath
-from flatlab.options import BOUNDS, EpisodeOptions
+from flatlab.options import EpisodeOptions, Number, Positive, Whole
 from flatlab.runs import cli, start, store, trackers
 from flatlab.runs.fingerprint import fingerprint, model_parts
 from flatlab.sandbox.client import Sandbox
 from flatlab.task.sanity import degenerate
-from helpers import MADE_BY, PROJECT, python, slow, step_row, user_error
+from helpers import MADE_BY, PROJECT, parsed, python, slow, step_row, user_error
 from tasks import load_task
 
 CONFIG = helpers.CONFIG | {"hidden": (8, 16)}
@@ -164,7 +164,7 @@ def test_a_name_that_is_no_folder_of_logs_is_refused(name):
 
 @pytest.mark.parametrize("name", ["logs/a/b", "./logs/a/b/", "logs//a/b", "./a/b"])
 def test_a_name_may_begin_with_logs(name):
-    assert cli.parse_config(grpo.Config, ["--name", name]).name == "a/b"
+    assert parsed(grpo.Config, f"--name {name}").name == "a/b"
 
 
 def test_a_name_inside_another_run_is_refused(tmp_path, monkeypatch):
@@ -465,19 +465,17 @@ def test_kill_9_leaves_only_whole_files(tmp_path, moment):
 # ------------------------------------------------------------------ config
 
 
-@dataclass
+@dataclass(frozen=True)
 class Nested:
-    episode: EpisodeOptions = field(default_factory=EpisodeOptions)
-    tau: float = 0.5
-    steps: int = 1
-    minutes: float | None = None
+    episode: EpisodeOptions = EpisodeOptions()
+    tau: Number = 0.5
+    steps: Whole = 1
+    minutes: Positive | None = None
     names: tuple[str, ...] = ("x",)
     seeds: tuple[int, ...] = (0,)
     rule: Literal["a", "b"] | None = None
     name: str | None = None
     flag: bool = False
-
-    BOUNDS = BOUNDS | {"tau": (0, 1), "minutes": (1e-6, 1e9)}
 
 
 @pytest.fixture
@@ -487,7 +485,8 @@ def parse(tmp_path):
 
     def parse(text, *flags):
         preset.write_bytes(text.encode())
-        return cli.parse_config(Nested, [str(preset), *flags])
+        [config] = cli.parse_configs(Nested, [str(preset), *flags])
+        return config
 
     return parse
 
@@ -495,8 +494,9 @@ def parse(tmp_path):
 def test_preset_first_and_flags_win_and_nested_options_are_flat(parse):
     preset = "tau: 0.1\nmax_turns: 3\nsteps: 4\nnames: [a, b]\n"
     config = parse(preset, "--episode-minutes", "5", "--steps", "2")
-    assert config == Nested(EpisodeOptions(3, episode_minutes=5.0), 0.1, 2, names=("a", "b"))
-    assert cli.parse_config(Nested, ["--steps", "2"]) == Nested(steps=2)
+    episode = EpisodeOptions(max_turns=3, episode_minutes=5.0)
+    assert config == Nested(episode, 0.1, 2, names=("a", "b"))
+    assert parsed(Nested, "--steps 2") == Nested(steps=2)
 
 
 DAMAGED = {
@@ -511,7 +511,7 @@ DAMAGED = {
 
 def test_bad_presets(parse, tmp_path, capsys):
     with user_error("Cannot read .*nothing.yaml: No such file"):
-        cli.parse_config(Nested, [str(tmp_path / "nothing.yaml")])
+        cli.parse_configs(Nested, [str(tmp_path / "nothing.yaml")])
     for text, sentence in DAMAGED.items():
         with user_error(sentence):
             parse(text)
@@ -557,25 +557,42 @@ WRONG_VALUES = {
 def test_a_wrong_value_is_one_sentence(capsys):
     for flags, sentence in WRONG_VALUES.items():
         with pytest.raises(SystemExit, match="2"):
-            cli.one_sentence(partial(cli.parse_config, Nested, flags.split()))
+            cli.one_sentence(partial(cli.parse_configs, Nested, flags.split()))
         assert capsys.readouterr().err == f"{sentence}\n"
 
 
-@pytest.mark.parametrize("script", [evaluate, grpo, learn, search, sft])
-def test_bounds_and_resumable_options_name_options_and_defaults_are_within(script):
+SCRIPTS = [evaluate, grpo, learn, search, sft]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_number_has_bounds(script):
+    kinds = options.kinds_of(script.Config)
+    for name, kind in kinds.items():
+        if {int, float} & {kind, *get_args(kind)}:
+            flag = f"--{name.replace('_', '-')}"
+            for value in ("-1", "1e10" if float in {kind, *get_args(kind)} else "10000000000"):
+                with user_error(f"{flag}: .*Input should be"):
+                    parsed(script.Config, f"{flag} {value}")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_nothing_assigns_to_a_config(script):
     cfg = script.Config()
-    names = {*cfg.BOUNDS, *cfg.RESUMABLE} - {"trackers"}  # not all scripts have them
-    assert names <= options.flat(cfg).keys()
-    options.check_bounds(cfg)
+    for owner in (cfg, *filter(is_dataclass, vars(cfg).values())):
+        name = fields(owner)[0].name
+        with pytest.raises(FrozenInstanceError):
+            setattr(owner, name, getattr(owner, name))
 
 
-def test_the_bounds_beside_an_option_hold():
-    for wrong, sentence in (
-        (Nested(EpisodeOptions(0)), "--max-turns must be from 1 to 1 million, not 0"),
-        (Nested(minutes=math.inf), "--minutes must be from 1e-06 to 1 billion, not inf"),
-    ):
-        with user_error(re.escape(sentence)):
-            options.check_bounds(wrong)
+def test_several_values_make_a_run_each_and_the_seed_varies_first():
+    words = "--seed 0 1 --sampling-mode none tail"
+    cfgs = cli.parse_configs(search.Config, words.split())
+    found = [(cfg.sampling_mode, cfg.seed) for cfg in cfgs]
+    assert found == [("none", 0), ("none", 1), ("tail", 0), ("tail", 1)]
+    assert {type(cfg) for cfg in cfgs} == {search.Config}
+    assert options.marked(search.Config, "several") == ["seed", "sampling_mode", "task"]
+    may_change = {"steps", "concurrency", "micro_tokens", "gpu_memory", "trackers"}
+    assert {*options.marked(grpo.Config, "resumable")} == may_change
 
 
 @pytest.fixture
@@ -584,7 +601,7 @@ def shown(capsys):
 
     def shown(config):
         with pytest.raises(SystemExit):
-            cli.parse_config(config, ["--help"])
+            cli.parse_configs(config, ["--help"])
         return capsys.readouterr().out
 
     return shown
@@ -614,7 +631,7 @@ def test_a_first_bare_value_has_its_flag_and_no_color_is_kept(monkeypatch):
     for words in ("titanic", "--task titanic"):
         monkeypatch.setattr(sys, "argv", ["tasks.py", *words.split()])
         assert cli.call(start) == "titanic"
-        assert cli.parse_config(grpo.Config, words.split()).tasks.task == ("titanic",)
+        assert parsed(grpo.Config, words).tasks.task == ("titanic",)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
     cli.one_sentence(lambda: None)

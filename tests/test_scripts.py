@@ -20,7 +20,7 @@ from flatlab.files import read_mapping, read_rows, save_tensors
 from flatlab.model.chat import ChatTokens
 from flatlab.model.packing import row_tokens
 from flatlab.model.path import resolve_model
-from flatlab.options import EpisodeOptions
+from flatlab.options import EpisodeOptions, changed
 from flatlab.runs import start, store
 from flatlab.suites.attempts import read_suite
 from flatlab.suites.report import suite_report
@@ -39,7 +39,6 @@ from helpers import (
     block,
     chat_server,
     completion,
-    configure,
     done,
     half_break,
     killed_and_continued,
@@ -55,9 +54,7 @@ from training import CFG, TASK, has_weights, result_of, valid, weights_of
 
 # ------------------------------------------------------------------ sft.py
 
-SFT = configure(
-    sft.Config(seed=0), lr=3e-3, updates=6, micro_tokens=4096, max_observation_tokens=64
-)
+SFT = changed(sft.Config(seed=0), lr=3e-3, updates=6, micro_tokens=4096, max_observation_tokens=64)
 
 
 def talk(value, *replies, **more):
@@ -83,7 +80,7 @@ def stored(tmp_path, quick_provenance):
 
 def chosen_replies(where, share):
     """The first replies of the episodes that are imitated."""
-    chosen = sft.best_episodes(configure(SFT, runs=(where,), share=share), [TASK])
+    chosen = sft.best_episodes(changed(SFT, runs=(where,), share=share), [TASK])
     return [e["turns"][0]["reply"] for e in chosen]
 
 
@@ -137,7 +134,7 @@ def test_nothing_to_imitate_is_one_sentence(policy, stored, imitate, monkeypatch
 
 def test_the_episodes_that_are_imitated_are_those_of_the_start(stored, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    cfg = configure(SFT, name="x", runs=(stored(talk(0.78, "a")),))
+    cfg = changed(SFT, name="x", runs=(stored(talk(0.78, "a")),))
 
     def prepare():
         return sft.prepare(cfg, resolve_model("tiny"), [TASK])[0]

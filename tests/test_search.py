@@ -16,8 +16,8 @@ import pytest
 import search
 from flatlab.errors import SandboxFault, UserError
 from flatlab.files import read_mapping, read_rows
+from flatlab.model.path import ModelPath
 from flatlab.runs import start
-from flatlab.runs.cli import parse_config
 from flatlab.runs.store import EPISODES, transcript_reader
 from flatlab.sandbox import snapshot
 from flatlab.task.grading import Score
@@ -32,6 +32,7 @@ from helpers import (
     block,
     half_break,
     killed_and_continued,
+    parsed,
     refuses,
     search_config,
     segments_of,
@@ -118,12 +119,17 @@ class FakeEnv(contextlib.nullcontext):
         return Score(value, "accuracy", split, value is not None, "", stderr=0.03)
 
 
-def opened(tasks=(TASK,), **config):
+def opened(tasks=(TASK,), modes=("tail",), seeds=(0,), **config):
     """The trees of a search in logs/a. config: options of search.py."""
     sizes = {"context": 50_000, "max_reply_tokens": 2000, "max_observation_tokens": 2000}
-    usual = {"name": "a", "backend": "local", "workers": 1, "sampling_mode": ("tail",)}
-    cfg = search_config(**usual | sizes | config)
-    return open_trees(cfg, tasks, search.SELECT[cfg.select], None)[0]
+    usual = {"name": "a", "backend": "local", "workers": 1} | sizes
+    cfgs = []
+    for task, mode, seed in itertools.product(tasks, modes, seeds):
+        cell = {"task": task.name, "sampling_mode": mode, "seed": seed}
+        cfgs.append(search_config(**usual | cell | config))
+    by_name = {task.name: task for task in tasks}
+    rule = search.SELECT[cfgs[0].select]
+    return open_trees(search.named(cfgs, "search"), by_name, rule, None)[0]
 
 
 def grow(trees, model):
@@ -359,7 +365,7 @@ def test_bfs_grows_the_same_tree_with_any_number_of_workers_and_another_from_ano
         t = run(name=str(workers), workers=workers, delay=lambda node: 0.02 * random.random())
         return shape(t)
 
-    assert grown(1) == grown(3) == grown(8) != shape(run(seed=(1,)))
+    assert grown(1) == grown(3) == grown(8) != shape(run(seed=1))
 
 
 def cut_run(whole, name, kept, torn=b""):
@@ -444,7 +450,7 @@ def requests_for_ideas(model):
 @pytest.mark.parametrize("mode", search.MODES)
 def test_modes(mode):
     model = FakePolicy(lists)
-    t = run(sampling_mode=(mode,), model=model, nodes=4, score_of=equal)
+    t = run(sampling_mode=mode, model=model, nodes=4, score_of=equal)
     row = by_id(t)["0.1"]
     is_asked = mode != "none"
     assert row["sampling_mode"] == mode
@@ -476,7 +482,7 @@ def test_ideas_above_tau_are_asked_for_again_and_marked():
     assert "List 2 more" in model.prompts[1]
     ideas = {row["idea"]: row["probability"] for row in rows(t)}
     assert ideas == {"rare": 0.05, "odd": 0.02, "common": 0.4}
-    t = run(name="b", model=FakePolicy(first), sampling_mode=("uniform",), nodes=2, k=2)
+    t = run(name="b", model=FakePolicy(first), sampling_mode="uniform", nodes=2, k=2)
     assert {row["idea"] for row in rows(t)} == {"usual", "rare"}
 
 
@@ -510,7 +516,7 @@ def test_a_grid_shares_the_workers_and_has_a_page(capsys):
         return by_seed(node)
 
     other = replace(TASK, name="other", higher_is_better=False, reference=0.0)
-    grid = {"tasks": (TASK, other), "sampling_mode": ("none", "tail")}
+    grid = {"tasks": (TASK, other), "modes": ("none", "tail")}
     trees = run(nodes=4, workers=6, delay=starts, score_of=ends, **grid)
     assert 4 < max(itertools.accumulate(changes)) <= 6  # a tree has four nodes
     for tree in trees[2:]:  # of the task where lower is better
@@ -562,7 +568,7 @@ def real_tree(model, **config):
 @pytest.mark.attack("a broken sandbox after a bad result, in a node")
 def test_a_node_whose_agent_breaks_the_sandbox_failed_and_is_not_played_again(hasty):
     model = FakePolicy(half_break)
-    t = real_tree(model, nodes=6, select="random", sampling_mode=("none",))
+    t = real_tree(model, nodes=6, select="random", sampling_mode="none")
     nodes = by_id(t).values()
     broken = [node for node in nodes if node["status"] == "crashed"]
     assert 0 < len(broken) < 6
@@ -652,12 +658,12 @@ BAD_INPUT = {
 
 
 def prepared(cfg):
-    """Does what main() does before the engine starts. Returns the model and the run directory."""
+    """Does what main() does before the engine starts. Returns the run directory."""
     search.check(cfg)
-    cfg.name = cfg.name or search.default_name("search", cfg)
-    path = search.complete(cfg)
-    tasks = search.env.open_tasks(cfg.tasks, cfg.sandbox, path.stand_in)
-    return path, open_trees(cfg, tasks, search.SELECT[cfg.select], path)[1]
+    [cfg], model = search.complete(search.named([cfg], "search"))
+    [task], sandbox = search.env.open_tasks([cfg.task], cfg.sandbox, model.stand_in)
+    cfg = replace(cfg, sandbox=sandbox)
+    return open_trees([cfg], {cfg.task: task}, search.SELECT[cfg.select], model)[1]
 
 
 def test_bad_input_is_one_sentence_before_a_model_is_loaded(monkeypatch, capsys):
@@ -669,33 +675,35 @@ def test_a_grid_is_not_written_over_a_run():
     single = Path("logs/x")
     single.mkdir(parents=True)
     (single / "config.yaml").write_text("seed: 0\n")
-    with user_error("logs/x is a single run, not a grid"):
-        opened(name="x", seed=(0, 1))
+    with user_error("lies in the run logs/x: choose another one"):
+        opened(name="x", seeds=(0, 1))
     assert [path.name for path in single.iterdir()] == ["config.yaml"]
 
 
 @pytest.mark.parametrize("preset", ["search-adaptive", "search-greedy"])
 def test_presets_are_flat_and_so_is_config_yaml(preset):
     flags = f"{PROJECT}/configs/{preset}.yaml --model tiny --backend local"
-    cfg = parse_config(search.Config, flags.split())
-    _, where = prepared(cfg)
+    cfg = parsed(search.Config, flags)
+    where = prepared(cfg)
     assert where == Path(f"logs/search-{cfg.select}-titanic-none-tiny-0")
     saved = read_mapping(where / "config.yaml")
     assert [key for key in saved if isinstance(saved[key], dict)] == ["fingerprint"]
 
 
-@pytest.mark.parametrize("names", ["a", "a/cell"])
-def test_what_was_left_open_means_what_the_run_has_used(no_daemon, names):
-    """Docker may have started or stopped in between."""
-    folder = Path("logs", names)
+def test_what_was_left_open_means_what_the_runs_have_used(no_daemon, monkeypatch):
+    """Docker may have started or stopped in between. The first run that is there decides."""
+    folder = Path("logs/a/cell")
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("backend: docker\nmodel: there\n")
+    monkeypatch.setattr(start, "resolve_model", lambda name: ModelPath(name, None, False))
     for asked, kept in (("auto", "docker"), ("local", "local")):
-        cfg = search_config(name="a", backend=asked)
-        start.keep_choices(cfg)
-        assert (cfg.model.model, cfg.sandbox.backend) == ("there", kept)
+        cfgs = [search_config(name=name, backend=asked) for name in ("a/new", "a/cell")]
+        for cfg in start.complete(cfgs)[0]:
+            assert (cfg.model.model, cfg.sandbox.backend) == ("there", kept)
+    monkeypatch.undo()
+    monkeypatch.chdir(folder.parents[2])
     with user_error("No Docker daemon answers at .* for --backend local choose another --name"):
-        prepared(search_config(name="a", model="tiny"))
+        prepared(search_config(name="a/cell", model="tiny"))
 
 
 COMMAND = "--task titanic --backend local --model tiny --name x --max-turns 3"

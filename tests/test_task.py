@@ -28,7 +28,7 @@ from competition import ROWS, answers, make_competition, write
 from env import Env
 from flatlab import numbers
 from flatlab.errors import UserError
-from flatlab.options import SandboxOptions, TaskOptions
+from flatlab.options import SandboxOptions
 from flatlab.task import grading
 from flatlab.task.definition import TASKS_DIR, Task, last_json_object, parse_grade
 from flatlab.task.machine import open_sandbox
@@ -1062,7 +1062,7 @@ def test_the_task_of_the_documentation_is_checked(folder, capsys, monkeypatch):
 def test_a_broken_grader_ends_the_check(folder):
     change(folder / "evaluate.py", "import sys", "import sys, numbers_of_mine")
     with user_error("The grader of task median is broken.*No module named 'numbers_of_"):
-        env.open_tasks(TaskOptions(("median",)), LOCAL_BOX, True)
+        env.open_tasks(["median"], LOCAL_BOX, True)
 
 
 def test_a_rule_at_the_top_and_copies_of_hidden_files_are_named(folder, capsys, monkeypatch):

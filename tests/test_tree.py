@@ -29,8 +29,8 @@ NO_RUN = SimpleNamespace(finished=False, rows=lambda file: [], result={})
 
 
 def make(select, task=TASK, **config):
-    cfg = search_config(select=select, **config)
-    return Tree(task, "tail", 0, cfg, NO_RUN, search.SELECT[select])
+    cfg = search_config(select=select, sampling_mode="tail", **config)
+    return Tree(task, cfg, NO_RUN, search.SELECT[select])
 
 
 def put(t, parent, score, **more):

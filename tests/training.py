@@ -11,10 +11,11 @@ import torch
 
 import grpo
 from flatlab.files import read_mapping
+from flatlab.options import changed
 from flatlab.task.grading import Score
 from flatlab.train.batch import Group
 from flatlab.world.episode import Episode, packed_tokens
-from helpers import attempts_of, configure, turn
+from helpers import attempts_of, turn
 from tasks import load_task
 
 TASK = load_task("titanic", "", "")
@@ -45,12 +46,10 @@ def has_weights(policy, weights):
     return all(map(torch.equal, weights, policy.parameters()))
 
 
-CFG = configure(
+CFG = changed(
     grpo.Config(seed=0),
     kl=0.0,
     lr=0.01,
-    clip_low=0.2,
-    clip_high=0.28,
     micro_tokens=10_000,
     concurrency=32,
     max_groups=3,

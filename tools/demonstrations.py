@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import env
 from flatlab.errors import UserError
 from flatlab.model.chat import Sample
-from flatlab.options import COUNT, EpisodeOptions, check_bounds
-from flatlab.runs.cli import one_sentence, parse_config
+from flatlab.options import Count, EpisodeOptions
+from flatlab.runs.cli import one_sentence, parse_configs
 from flatlab.runs.fingerprint import fingerprint
 from flatlab.runs.store import open_run, run_directory
 from flatlab.world.episode import Episode, run_episode
@@ -34,18 +34,16 @@ from tasks import load_task
 from tools import expert
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config:
     task: tuple[str, ...] = ("battleOfSexes",)  # one or more of the tasks that the expert knows
-    episodes: int = 96  # of each task
+    episodes: Count = 96  # of each task
     seed: int = 0  # of the expert's choices
     # replies per episode, as in configs/grpo-cpu.yaml; longer ones are redrawn
-    max_turns: int = 3
+    max_turns: Count = 3
     prompts: str | None = None  # file of what the agent reads; default: configs/prompts/agent.yaml
     backend: Literal["auto", "docker", "local"] = "auto"  # auto: as grpo.py chooses for this model
     name: str | None = None  # run directory logs/<name>; default: demonstrations-<task>
-
-    BOUNDS = {"episodes": COUNT, "max_turns": COUNT}
 
 
 def short_titanic_table() -> expert.Table:
@@ -160,7 +158,9 @@ def draw(world: expert.World, cfg: Config, number: int) -> list[str]:
 async def play(world: expert.World, cfg: Config, number: int) -> Episode:
     """One episode of the expert, replayed and scored in a sandbox of its own."""
     replies = await env.in_thread(draw, world, cfg, number)
-    options = EpisodeOptions(cfg.max_turns, 512, 10**9, prompts=cfg.prompts)
+    options = EpisodeOptions(
+        10**9, max_turns=cfg.max_turns, max_reply_tokens=512, prompts=cfg.prompts
+    )
     async with env.Env(world.task, world.backend, cfg.seed * 100_003 + number) as box:
         return await run_episode(box, Script(replies), options)
 
@@ -196,17 +196,16 @@ def describe(name: str, episodes: list[Episode]) -> str:
 
 
 def main() -> None:
-    cfg = parse_config(Config, sys.argv[1:])
+    [cfg] = parse_configs(Config, sys.argv[1:])
     unknown = set(cfg.task) - set(TABLES)
     if unknown:
         known = " and ".join(TABLES)
         raise UserError(f"The expert knows {known}, not {', '.join(sorted(unknown))}.")
-    check_bounds(cfg)
-    cfg.name = cfg.name or f"demonstrations-{'+'.join(cfg.task)}"
+    name = cfg.name or f"demonstrations-{'+'.join(cfg.task)}"
     backend, _ = env.pick_backend(cfg.backend)
     tasks = [load_task(name) for name in cfg.task]
     run = open_run(
-        run_directory(cfg.name),
+        run_directory(name),
         asdict(cfg),
         fingerprint(tasks),
         is_finished=lambda run: run.result.get("status") == "finished",

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from flatlab import threads
 from flatlab.errors import UserError, nearest
 from flatlab.files import write_whole
-from flatlab.runs.cli import one_sentence, parse_config
+from flatlab.runs.cli import one_sentence, parse_configs
 from tools.gpu_sums import config_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,7 +42,7 @@ EPISODES = 8
 FOLDER = Path("logs/gpu-check")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config:
     parts: tuple[str, ...] = ()  # names of parts; default: all
     model: str | None = None  # default: a random model with the shape of Qwen3-0.6B; CPU: tiny
@@ -271,7 +271,7 @@ def describe() -> str:
 
 def main() -> None:
     threads.configure()
-    cfg = parse_config(Config, sys.argv[1:])
+    [cfg] = parse_configs(Config, sys.argv[1:])
     if cfg.part:
         global DTYPE, REQUESTS, TOKENS
         DTYPE = cfg.dtype

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from flatlab import threads
 from flatlab.errors import UserError
 from flatlab.files import read_mapping
-from flatlab.runs.cli import one_sentence, parse_config
+from flatlab.runs.cli import one_sentence, parse_configs
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB_PER_GB = 22.2 / 24  # what an A10G shows
@@ -38,7 +38,7 @@ CASES = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config:
     total: float = 80  # GB of a card
 
@@ -93,7 +93,7 @@ def sums(room: int) -> list:
 
 def main() -> None:
     threads.configure()
-    cfg = parse_config(Config, sys.argv[1:])
+    [cfg] = parse_configs(Config, sys.argv[1:])
     for name, result, parts in sums(int(cfg.total * GIB_PER_GB * 2**30)):
         print(f"{name:24} {result}: {parts}")
 

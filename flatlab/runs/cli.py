@@ -1,15 +1,16 @@
-"""The command line: presets, flags, bounds of numbers, and errors in one sentence."""
+"""The command line: presets, flags, checks of their values, and errors in one sentence."""
 
 from __future__ import annotations
 
 import atexit
 import inspect
+import itertools
 import os
 import re
 import signal
 import sys
 import traceback
-from dataclasses import is_dataclass
+from dataclasses import field, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
@@ -17,47 +18,66 @@ from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hin
 import tyro
 from yaml import SafeLoader
 
-from flatlab import threads
+from flatlab import options, threads
 from flatlab.errors import UserError, first_cause, nearest, sentence_of, shown
-from flatlab.files import TextLoader, read_mapping
+from flatlab.files import TextLoader, read_mapping, validated
 from flatlab.heartbeat import heartbeat
 from flatlab.model.path import ModelPath
-from flatlab.options import check_bounds, fill_in, flat
 
 
-def parse_config(config_class, argv: list[str], preset: dict | None = None):
-    """Parses `script.py [preset.yaml or task] [--flag value ...]` into config_class. The file
-    replaces values of `preset`.
+def parse_configs(config_class, argv: list[str], preset: dict | None = None) -> list:
+    """Parses `script.py [preset.yaml or task] [--flag value ...]` into a config_class for each run:
+    each combination of the values of options that are Several. The file replaces values of
+    `preset`.
 
     The preset is turned into flags that stand in front of the others, so that tyro checks both in
     the same way and the command line wins. Fields of nested dataclasses are flags without a prefix.
     The docstring of the script heads its --help. Threads are configured, too, since torch is not
-    imported yet. Raises UserError for an unreadable preset, for values that their option cannot
-    take, and for numbers out of bounds; tyro itself exits with code 2 for an unknown flag.
+    imported yet. Raises UserError for an unreadable preset and for values that their option cannot
+    take; tyro itself exits with code 2 for an unknown flag.
     """
     flags = list(argv)
     preset = dict(preset or {})
     if flags and flags[0].endswith((".yaml", ".yml")):
         preset |= read_mapping(Path(flags.pop(0)), loader=TextLoader)
     flags = with_task(flags)
-    kinds = kinds_of(config_class)
+    several = options.marked(config_class, "several")[::-1]  # the seed, which is first, varies most
+    settings_class = with_tuples(config_class, several)
+    kinds = options.kinds_of(settings_class)
     check_words(flags, kinds)
-    preset = preset_flags(preset, flat(config_class()))
+    preset = preset_flags(preset, options.flat(settings_class()))
     check_words(preset, kinds)
     threads.configure()
     if {"-h", "--help"} & {*flags}:
-        show_defaults(config_class, derived_defaults(config_class))
+        show_defaults(settings_class, derived_defaults(config_class))
         print(sys.modules["__main__"].__doc__)  # tyro would join its lines
-    cfg = tyro.cli(
-        config_class,
+    settings = tyro.cli(
+        settings_class,
         args=preset + flags,
         description="",
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone),
     )
-    check_bounds(cfg)
-    if getattr(cfg, "name", None):  # as the shell completes it, too
-        cfg.name = str(Path(cfg.name)).removeprefix("logs/")
-    return cfg
+    check_values(settings)
+    values = {**vars(settings)}
+    if values.get("name"):  # as the shell completes it, too
+        values["name"] = str(Path(values["name"])).removeprefix("logs/")
+    chosen = itertools.product(*map(values.get, several))
+    return [config_class(**values | dict(zip(several, each))) for each in chosen]
+
+
+def with_tuples(config_class, several: list[str]):
+    """The class of what a command line says: these options are tuples of the values in a Config."""
+    kinds = get_type_hints(config_class, include_extras=True)
+    tuples = []
+    for option in fields(config_class):
+        if option.name in several:
+            default = field(default=(option.default,))
+            tuples.append((option.name, tuple[kinds[option.name], ...], default))
+    settings = make_dataclass("Settings", tuples, bases=(config_class,), frozen=True)
+    # In the source of the class tyro finds the comments of the options.
+    settings.__module__ = config_class.__module__
+    settings.__qualname__ = config_class.__qualname__
+    return settings
 
 
 def with_task(flags: list[str]) -> list[str]:
@@ -66,17 +86,9 @@ def with_task(flags: list[str]) -> list[str]:
     return ["--task", *flags] if is_bare else flags
 
 
-def kinds_of(made) -> dict:
-    """The type of each option of a dataclass, its nested groups included, or of a function."""
-    kinds = {}
-    for name, kind in get_type_hints(made).items():
-        kinds |= kinds_of(kind) if is_dataclass(kind) else {name: kind}
-    return kinds
-
-
 def check_words(flags: list[str], kinds: dict) -> None:
     """Raises UserError for a value that its option cannot take, and for the flag of a list that is
-    given twice. kinds: see kinds_of.
+    given twice. kinds: see options.kinds_of.
     """
     flag, kind, given = "", None, set()
     for word in flags:
@@ -111,6 +123,21 @@ def check_word(flag: str, kind, value: str) -> None:
             raise UserError(f"{flag} needs {wanted}, not {value!r}{hint}.") from None
 
 
+def check_values(settings) -> None:
+    """Raises UserError for a value that the type of its option refuses, for a list without values
+    whose default has some, and for one with a value twice.
+    """
+    kinds = options.kinds_of(type(settings), extras=True)
+    defaults = options.flat(type(settings)())
+    for name, value in options.flat(settings).items():
+        flag = "--" + name.replace("_", "-")
+        validated(kinds[name], value, flag)
+        if value == () and defaults[name]:
+            raise UserError(f"{flag} needs at least one value.")
+        if isinstance(value, tuple) and len({*value}) < len(value):
+            raise UserError(f"{flag} has a value twice.")
+
+
 def show_defaults(made, defaults: dict) -> None:
     """Lets --help show these defaults in place of None, and nothing in place of an empty one.
 
@@ -127,13 +154,13 @@ def show_defaults(made, defaults: dict) -> None:
 
 
 def derived_defaults(config_class) -> dict[str, str]:
-    """The values of DERIVED for a default config, by name."""
-    cfg, small = config_class(), config_class()
-    fill_in(cfg, ModelPath("", None, stand_in=False))
-    fill_in(small, ModelPath("", None, stand_in=True))
-    small = flat(small)
+    """The values of a default config that are derived, by name."""
+    large, small = (
+        options.flat(options.filled(config_class(), ModelPath("", None, stand_in)))
+        for stand_in in (False, True)
+    )
     texts = {}
-    for name, value in flat(cfg).items():
+    for name, value in large.items():
         other = "" if value == small[name] else f", stand-in {small[name]}"
         texts[name] = f"(default: {value}{other})" if value not in (None, ()) else ""
     return texts
@@ -159,7 +186,7 @@ def preset_flags(preset: dict, defaults: dict) -> list[str]:
 def call(function):
     """Calls a function with the options of the command line."""
     flags = with_task(sys.argv[1:])
-    check_words(flags, kinds_of(function))
+    check_words(flags, options.kinds_of(function))
     show_defaults(function, {})
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone)
     return tyro.cli(function, args=flags, config=config)

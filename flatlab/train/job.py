@@ -236,12 +236,6 @@ class TrainingRun:
     stopped: str = ""  # why metrics.collapse ended the run
     ranks: Ranks = field(default_factory=join)
 
-    def open(self, open_run: Callable, *args) -> None:
-        """Opens the run directory on rank 0; all ranks learn whether the run is finished."""
-        if self.ranks.rank == 0:
-            self.run = open_run(*args)
-        self.finished = self.ranks.first(bool(self.run and self.run.finished))
-
     def start_clock(self) -> None:
         """Begins to count the seconds of the run, after those of earlier starts."""
         earlier = self.run.result.get("seconds", 0.0) if self.run else 0.0

@@ -23,7 +23,7 @@ from pathlib import Path
 from flatlab.errors import UserError
 from flatlab.files import write_whole
 from flatlab.runs.start import begin_run
-from flatlab.runs.store import EPISODES, WAY_OUT, Run, run_directory, transcript_reader
+from flatlab.runs.store import EPISODES, WAY_OUT, Run, transcript_reader
 from flatlab.sandbox.client import readable
 from flatlab.task.definition import Task
 from flatlab.task.value import WORST
@@ -105,10 +105,10 @@ class Tree:
     rule: the Rule that selects parents.
     """
 
-    def __init__(self, task: Task, sampling_mode: str, seed: int, cfg, run, rule):
+    def __init__(self, task: Task, cfg, run, rule):
         self.task = task
-        self.sampling_mode = sampling_mode
-        self.seed = seed
+        self.sampling_mode = cfg.sampling_mode
+        self.seed = cfg.seed
         self.cfg = cfg
         self.run = run
         self.rule = rule
@@ -116,9 +116,8 @@ class Tree:
         self.policy = None
         self.prompts = load_prompts(cfg.episode.prompts)
         self.machine = {}  # what requests tell about the sandboxes
-        self.root = Node(
-            task.name, seed, "0", op="baseline", score=task.baseline, improvement=0.0, ended=True
-        )
+        facts = {"score": task.baseline, "improvement": 0.0}
+        self.root = Node(task.name, self.seed, "0", op="baseline", ended=True, **facts)
         self.nodes = {"0": self.root}
         self.finished: list[Node] = []  # without the root, in order of completion
         self.requests: dict[str, asyncio.Future] = {}  # strategies for the children of a node
@@ -346,29 +345,21 @@ def result_json(t: Tree) -> dict:
 # ------------------------------------------------------------------ run directories
 
 
-def open_trees(cfg, tasks: list, rule, model) -> tuple[list[Tree], Path]:
-    """One tree for each task, sampling mode and seed, and the directory of the run or grid.
+def open_trees(cfgs: list, tasks: dict, rule, model) -> tuple[list[Tree], Path]:
+    """A tree for each config of search.py, and the directory of the run or grid.
 
-    cfg: the Config of search.py. rule: a Rule. model: a ModelPath.
+    tasks: by name. rule: a Rule. model: a ModelPath.
     """
-    cells = list(itertools.product(tasks, cfg.sampling_mode, cfg.seed))
-    is_grid = len(cells) > 1
-    where = run_directory(cfg.name)
-    if is_grid and (where / "config.yaml").exists():
-        raise UserError(f"{where} is a single run, not a grid: choose another --name.")
-    prompts = load_prompts(cfg.episode.prompts).digest
     trees = []
-    for task, mode, seed in cells:
-        cell = {"task": task.name, "sampling_mode": mode, "seed": seed}
-        directory = where / f"{task.name}-{mode}-{seed}" if is_grid else where
-        has_ended = partial(is_finished, cfg=cfg)
-        cell["name"] = directory.name
-        run = begin_run(cfg, [task], model, has_ended, prompts, directory, **cell)
-        t = Tree(task, mode, seed, cfg, run, rule)
+    for cfg in cfgs:
+        task = tasks[cfg.task]
+        prompts = load_prompts(cfg.episode.prompts).digest
+        run = begin_run(cfg, [task], model, partial(is_finished, cfg=cfg), prompts)
+        t = Tree(task, cfg, run, rule)
         if not t.closed:
             (run.dir / "nodes").mkdir(exist_ok=True)
         trees.append(t)
-    return trees, where
+    return trees, run.dir if len(trees) == 1 else run.dir.parent
 
 
 def is_finished(run: Run, cfg) -> bool:

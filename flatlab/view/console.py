@@ -122,11 +122,13 @@ def viewed(directory: Path) -> str:
 # ------------------------------------------------------------------ searches
 
 
-def search_banner(cfg, trees: list, where: Path) -> None:
+def search_banner(trees: list, where: Path) -> None:
     """Prints what a search is about to do."""
+    cfg = trees[0].cfg
+    modes = dict.fromkeys(t.sampling_mode for t in trees)
     print(
         f"plan     {counted(len(trees), 'tree')} of {counted(cfg.nodes, 'node')}, "
-        f"modes {', '.join(cfg.sampling_mode)}\n"
+        f"modes {', '.join(modes)}\n"
         f"rule     {cfg.select}, {counted(cfg.workers, 'node')} at once"
     )
     for t in trees:

@@ -299,7 +299,7 @@ def run_ours(model, rounds, turns, tokens, variant):
     from env import Step
     from flatlab import threads
     from flatlab.model.path import ModelPath
-    from flatlab.options import ModelOptions
+    from flatlab.options import EpisodeOptions, ModelOptions
     from flatlab.task.grading import Score
     from flatlab.train.job import TrainingRun, in_trainer
     from flatlab.world import prompts
@@ -355,14 +355,16 @@ def run_ours(model, rounds, turns, tokens, variant):
         micro_tokens=8192,
         lr=RATE,
         concurrency=EPISODES * (1 + ahead),
+        episode=EpisodeOptions(
+            max_turns=turns,
+            max_reply_tokens=tokens,
+            max_observation_tokens=256,
+            prompts="configs/prompts/tiny.yaml",
+        ),
     )
-    cfg.episode.max_turns = turns
-    cfg.episode.max_reply_tokens = tokens
-    cfg.episode.max_observation_tokens = 256
     # The messages are those of the other variants.
     prompts.episode_facts = lambda env, options: {}
     prompts.first_messages = lambda env, *_: ("", env.task.prompt)
-    cfg.episode.prompts = "configs/prompts/tiny.yaml"
     task = load_task("titanic", "", "")
     plan = [replace(task, prompt=f"Write. {i}") for i in range(PROMPTS)]
     job = TrainingRun(play=play)

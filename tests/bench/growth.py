@@ -151,7 +151,8 @@ def search(rule, nodes):
     search.play_node = fake_play
     search.env.Env = NoSandbox
     config = {"context": 100_000, "max_reply_tokens": 1000}
-    cfg = search_config(backend="local", select=rule, nodes=nodes, workers=4, **config)
+    config |= {"sampling_mode": "tail", "backend": "local", "workers": 4}
+    cfg = search_config(select=rule, nodes=nodes, **config)
     marks = {}
     ends = []  # of the nodes: seconds, seconds of CPU
     run_node = search.run_node
@@ -166,7 +167,7 @@ def search(rule, nodes):
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
         run = open_run(Path(folder, "run"), {}, MADE_BY)
         (run.dir / "nodes").mkdir()
-        tree = Tree(load_task("titanic", "", ""), "tail", 0, cfg, run, search.SELECT[rule])
+        tree = Tree(load_task("titanic", "", ""), cfg, run, search.SELECT[rule])
         asyncio.run(search.search([tree], FakeModel(), cfg.workers))
     window = nodes // 10
     few, many = window_ms(ends, window, window), window_ms(ends, nodes, window)

@@ -112,10 +112,9 @@ def grow_all(order, flags):
         own += ["--name", run_name(order["model"], task, mode, rule, seed)]
         own += ["--tokens", str(TOKENS[task]), "--nodes", "200", "--workers", "1"]
         own += ["--model", order["model"], "--backend", "local", *flags]
-        cfg = cli.parse_config(script.Config, own)
-        model = complete(cfg)
-        opened.append(cfg)
-    policy = open_engine(cfg, model, 0, max(8, order["jobs"]))
+        cfgs, model = complete(cli.parse_configs(script.Config, own))
+        opened += cfgs
+    policy = open_engine(opened[0], model, 0, max(8, order["jobs"]))
     with contextlib.redirect_stdout(None):  # lines of nodes
         asyncio.run(grow_some(opened, model, policy, order["jobs"]))
 
@@ -153,10 +152,9 @@ async def grow(cfg, tasks, model, policy):
     from flatlab.runs.start import recorded
     from flatlab.tree.nodes import open_trees
 
-    [name] = cfg.tasks.task
-    if name not in tasks:
-        tasks[name] = env.open_tasks(cfg.tasks, cfg.sandbox, True)
-    [tree], _ = open_trees(cfg, tasks[name], script.SELECT[cfg.select], model)
+    if cfg.task not in tasks:
+        [tasks[cfg.task]], _ = env.open_tasks([cfg.task], cfg.sandbox, True)
+    [tree], _ = open_trees([cfg], tasks, script.SELECT[cfg.select], model)
     with recorded([tree.run]):
         async with asyncio.TaskGroup() as together:
             await script.grow(tree, policy, asyncio.Semaphore(1), together)

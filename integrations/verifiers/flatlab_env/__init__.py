@@ -8,9 +8,8 @@ machine that verifiers starts for an episode (its runtime) stays empty.
 import asyncio
 import math
 import zlib
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import verifiers.v1 as vf
@@ -19,7 +18,7 @@ from env import Env, in_thread
 from flatlab.errors import SandboxFault
 from flatlab.model.endpoint import Endpoint
 from flatlab.model.path import ModelPath
-from flatlab.options import DERIVED, EpisodeOptions, ModelOptions, SandboxOptions, fill_in
+from flatlab.options import EpisodeOptions, ModelOptions, SandboxOptions, filled
 from flatlab.task.grading import Score
 from flatlab.task.machine import resolve_backend
 from flatlab.task.value import judged
@@ -114,6 +113,12 @@ class FlatlabHarnessConfig(vf.HarnessConfig):
     """Kind of sandbox and what it offers, as in grpo.py."""
 
 
+@dataclass(frozen=True)
+class Lengths:
+    model: ModelOptions
+    episode: EpisodeOptions
+
+
 class FlatlabHarness(vf.Harness[FlatlabHarnessConfig]):
     APPENDS_SYSTEM_PROMPT = True
     EXECUTES_CODE = False  # none in the runtime of verifiers
@@ -142,10 +147,8 @@ class FlatlabHarness(vf.Harness[FlatlabHarnessConfig]):
             max_reply_tokens=ctx.sampling.max_tokens or options.episode.max_reply_tokens,
             episode_minutes=min(limit / 60, options.episode.episode_minutes),
         )
-        lengths = SimpleNamespace(
-            model=ModelOptions(context=options.context), episode=limits, DERIVED=DERIVED
-        )
-        fill_in(lengths, ModelPath("", None, stand_in=False))
+        lengths = Lengths(ModelOptions(context=options.context), limits)
+        limits = filled(lengths, ModelPath("", None, stand_in=False)).episode
         try:
             task = load(data.task)
             sandbox = await in_thread(resolve_backend, task, options.sandbox)
