@@ -44,13 +44,11 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Le
-
 import env
 from flatlab import options, threads
 from flatlab.errors import UserError, finite, finite_list
 from flatlab.heartbeat import heartbeat
-from flatlab.options import Count, Number, Positive, Resumable, Whole, derived
+from flatlab.options import Count, Ge, Le, Number, Positive, Resumable, Whole, derived
 from flatlab.runs import cli, start
 from flatlab.task.value import evaluation_columns, summary_text
 from flatlab.train import checkpoint, metrics

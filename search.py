@@ -38,14 +38,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Le
-
 import env
 from flatlab import options
 from flatlab.errors import SandboxFault, UserError
 from flatlab.model.path import model_name
 from flatlab.numbers import value_text
-from flatlab.options import Count, Number, Positive, Resumable, Several, Whole
+from flatlab.options import Count, Ge, Le, Number, Positive, Resumable, Several, Whole
 from flatlab.runs import cli
 from flatlab.runs.start import complete, recorded
 from flatlab.task.sanity import warning

@@ -18,14 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from annotated_types import Le
-
 from flatlab import options
 from flatlab.errors import UserError
 from flatlab.files import content_key
 from flatlab.model.chat import Sample
 from flatlab.numbers import counted
-from flatlab.options import Count, Positive, Resumable, derived
+from flatlab.options import Count, Le, Positive, Resumable, derived
 from flatlab.runs import cli, start, store
 from flatlab.runs.store import EPISODES
 from flatlab.train import checkpoint, metrics

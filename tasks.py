@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from flatlab.errors import UnknownTask, UserError
-from flatlab.files import content_key, remember
+from flatlab.files import content_key, remember, usable
 from flatlab.options import SandboxOptions
 from flatlab.task.builtin import builtin_names, load_builtin, nearest
 from flatlab.task.definition import TASKS_DIR, Task
@@ -48,7 +48,8 @@ def load_task(
             hint = f"separate names by spaces: --task {name.replace(',', ' ')}"
         raise UnknownTask(f"Unknown task {name!r}; {hint}.")
     load, root = found[name]
-    return load(root, name)
+    with usable(f"Task {name}"):
+        return load(root, name)
 
 
 def loader_of(module: str) -> Callable:

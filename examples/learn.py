@@ -19,15 +19,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Literal
 
-from annotated_types import Ge
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import grpo  # noqa: E402
 import search  # noqa: E402
 from flatlab.errors import UserError  # noqa: E402
 from flatlab.numbers import standard_error  # noqa: E402
-from flatlab.options import Count, Positive, Resumable, derived  # noqa: E402
+from flatlab.options import Count, Ge, Positive, Resumable, derived  # noqa: E402
 from flatlab.runs import cli  # noqa: E402
 from flatlab.runs.store import Run  # noqa: E402
 from flatlab.train import batch, checkpoint, metrics  # noqa: E402

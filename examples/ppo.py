@@ -22,8 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import grpo  # noqa: E402
-from flatlab.errors import UserError  # noqa: E402
-from flatlab.files import load_tensors, save_tensors  # noqa: E402
+from flatlab.files import load_tensors, save_tensors, usable  # noqa: E402
 from flatlab.runs import cli  # noqa: E402
 from flatlab.train.batch import (  # noqa: E402
     Meter,
@@ -99,11 +98,8 @@ class ActorCritic(Policy):
         file = Path(folder) / HEAD_FILE
         begins = str(folder) == self.path.adapter  # which may be trained without a value head
         if self.head and not (begins and not file.exists()):
-            state = load_tensors(file, self.device)
-            try:
-                self.head.load_state_dict(state)
-            except (RuntimeError, TypeError):
-                raise UserError(f"{file} is not the value head of this model.") from None
+            with usable(file):
+                self.head.load_state_dict(load_tensors(file, self.device))
 
 
 # ------------------------------------------------------------------------------ learn

@@ -3,7 +3,8 @@
 import sys
 from importlib.util import find_spec
 
-if not (find_spec("tyro") and find_spec("yaml")):
+# as a script alone: sandboxes of an ordinary user need no packages
+if sys.argv[0].endswith(".py") and not (find_spec("tyro") and find_spec("yaml")):
     print(
         f"{sys.executable} lacks packages: run `source .venv/bin/activate`, or `make setup` first.",
         file=sys.stderr,

@@ -109,4 +109,4 @@ def nearest(name: str, names: list[str]) -> str:
     """A hint for a misspelt name: the closest names, then all of them."""
     close = difflib.get_close_matches(name, names, cutoff=0.4)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
-    return f"{hint}the names are {', '.join(names) or 'none'}"
+    return f"{hint}the names are {', '.join(names)}" if names else "there is none"

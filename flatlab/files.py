@@ -8,7 +8,7 @@ import hashlib
 import io
 import json
 import os
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import yaml
@@ -52,16 +52,32 @@ def save_tensors(content, path: Path) -> None:
     path.write_bytes(buffer.getbuffer())
 
 
+@contextmanager
+def usable(what: str | Path):
+    """Whatever fails inside becomes a UserError: `what`, a file of someone else, cannot be used."""
+    try:
+        yield
+    except UserError:
+        raise
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f"in line {mark.line + 1}:\n{mark.get_snippet()}"  # with a caret below the line
+        raise UserError(f"{what} cannot be used: {error.problem}, {place}") from error
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300].rstrip(".")
+        raise UserError(f"{what} cannot be used: {type(error).__name__}: {reason}.") from error
+
+
 def load_tensors(path: Path, device="cpu") -> dict:
     """Reads a file of save_tensors. Raises UserError if it is missing or damaged."""
     import torch
 
-    try:
-        return torch.load(path, map_location=device, weights_only=True)
-    except OSError as error:
-        raise UserError(f"Cannot read {path}: {error.strerror}.") from None
-    except Exception:  # of pickle, zipfile and torch, which advises to read it unsafely
-        raise UserError(f"{path} is damaged: it holds no tensors.") from None
+    with usable(path):
+        data = io.BytesIO(path.read_bytes())
+        try:
+            return torch.load(data, map_location=device, weights_only=True)
+        except Exception:  # torch advises to read it unsafely
+            raise ValueError("it holds no tensors") from None
 
 
 class YamlLoader(yaml.SafeLoader):
@@ -89,21 +105,11 @@ def read_mapping(path: Path, default: dict | None = None, loader=YamlLoader) -> 
     """
     if default is not None and not path.exists():
         return default
-    try:
+    with usable(path):
         data = path.read_bytes()
         content = json.loads(data) if path.suffix == ".json" else yaml.load(data, loader)
-    except OSError as error:
-        raise UserError(f"Cannot read {path}: {error.strerror}.") from None
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        snippet = mark.get_snippet()  # the line, and a caret below it
-        text = f"{path} is damaged: {error.problem}, in line {mark.line + 1}:\n{snippet}"
-        raise UserError(text) from None
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{path} is damaged: {reason}.") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} should hold 'name: value' pairs.")
+        if not isinstance(content, dict):
+            raise TypeError("it should hold 'name: value' pairs")
     return content
 
 
@@ -129,18 +135,17 @@ def validated(kind: type, values, path: Path | str, strict: bool = False):
 def read_rows(path) -> list[dict]:
     """All complete lines of a jsonl file; [] without a file. UserError if a line is damaged."""
     rows = []
-    try:
-        for line in Path(path).read_bytes().split(b"\n")[:-1]:
+    path = Path(path)
+    if not path.exists():
+        return rows
+    with usable(path):
+        lines = path.read_bytes().split(b"\n")[:-1]
+    for number, line in enumerate(lines, 1):
+        with usable(f"{path}, line {number},"):
             row = json.loads(line)
             if not isinstance(row, dict):
-                raise TypeError
+                raise TypeError("it is not a JSON object")
             rows.append(row)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise UserError(f"Cannot read {path}: {error.strerror}.") from None
-    except (ValueError, TypeError):
-        raise UserError(f"{path} is damaged: line {len(rows) + 1} is not a JSON object.") from None
     return rows
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Annotated, Literal, TypeVar, get_type_hints
 
-from annotated_types import Interval
+from annotated_types import Ge, Interval, Le  # noqa: F401, scripts take these from here
 
 from flatlab.sandbox.backend import IMAGE
 

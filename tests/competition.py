@@ -1,5 +1,7 @@
 """A small competition as MLE-Dojo prepares them: y is the id, scored by its mean absolute error."""
 
+from pathlib import Path
+
 METRIC = """
 import numpy as np
 import pandas as pd
@@ -30,8 +32,9 @@ def answers(value, ids=range(ROWS)):
 
 def write(root, files):
     for path, text in files.items():
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_bytes(text if isinstance(text, bytes) else text.encode())
+        file = Path(root, path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
 
 
 def make_competition(folder):

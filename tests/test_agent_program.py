@@ -439,8 +439,7 @@ def play_steps(play, agent, **fields):
     """Rows of a training in which the program `agent` plays the episodes."""
 
     async def train(policy, cfg, job):
-        cfg.agent = agent
-        await agent_program.train(policy, cfg, job)
+        await agent_program.train(policy, agent_program.Config(**vars(cfg), agent=agent), job)
 
     return play(episode=run_episode, train=train, prompts=TINY_TEXTS, **fields)
 

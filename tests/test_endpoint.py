@@ -182,10 +182,7 @@ def test_a_refusal_is_about_one_request(filtered, status, body):
 def test_an_endpoint_that_refuses_the_first_request_or_three_in_a_row_cannot_be_used(filtered):
     for texts in (["bad"], ["bad"] * 5):
         assert {*map(type, outcomes(filtered(), texts))} == {UserError}
-    *others, last = outcomes(filtered(), ["good", "bad", "bad", "bad"])
-    assert UserError in map(type, [*others, last])
-    said = [str(reply) for reply in (*others, last) if type(reply) is UserError]
-    assert said[0].startswith(f"3 requests in a row were refused. {FLAGGED}: http")
+    assert UserError in map(type, outcomes(filtered(), ["good", "bad", "bad", "bad"]))
 
 
 def test_a_redirect_is_named(server):
@@ -222,9 +219,9 @@ def test_a_key_without_white_space_is_sent_and_one_that_cannot_be_sent_is_not_sh
     monkeypatch.setenv("OPENAI_API_KEY", " sk-hidden\n")
     ask(url)
     assert seen[-1]["auth"] == "Bearer sk-hidden"
-    for key, why in {"sk\nhidden": "a line break", "“sk-hidden”": "a character that"}.items():
+    for key in ("sk\nhidden", "“sk-hidden”"):
         monkeypatch.setenv("OPENAI_API_KEY", key)
-        with user_error(f"^.OPENAI_API_KEY holds {why}") as raised:
+        with user_error("^.OPENAI_API_KEY holds a line break or a character that") as raised:
             ask(url)
         assert "hidden" not in str(raised.value)
 
@@ -289,13 +286,17 @@ NO = "I'm sorry, I can't"
 NOTED = (
     (choice("hello", "stop", reasoning_content="Hm"), "hello", ""),
     (choice("hello", "length"), "hello", ""),
-    (choice("", "length", reasoning="Hm"), "", "It was cut at its limit (--max-reply-tokens)"),
-    (choice("", "stop", reasoning_content="Hm"), "", "sent reasoning_content in place of a text"),
-    (choice([THOUGHT], "stop"), "", "sent content in place of a text"),
-    (choice(None, "stop", refusal=NO), NO, "sent refusal in place of a text"),
-    (choice(None, "tool_calls", tool_calls=[{}]), "", "tool_calls in place of a text"),
-    (choice(None, "content_filter"), "", "sent nothing in place of a text, with finish_reason con"),
-    (choice("hel", "content_filter"), "hel", "ended it with finish_reason content_filter"),
+    (
+        choice("", "length", reasoning="Hm"),
+        "",
+        "sent reasoning, finish_reason length (--max-reply-tokens).",
+    ),
+    (choice("", "stop", reasoning_content="Hm"), "", "sent reasoning_content, finish_reason stop."),
+    (choice([THOUGHT], "stop"), "", "sent content, finish"),
+    (choice(None, "stop", refusal=NO), NO, "sent refusal, finish"),
+    (choice(None, "tool_calls", tool_calls=[{}]), "", "sent tool_calls, finish"),
+    (choice(None, "content_filter"), "", "sent nothing, finish_reason content_filter."),
+    (choice("hel", "content_filter"), "hel", "sent content, finish_reason content_filter."),
 )
 
 

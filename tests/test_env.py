@@ -649,8 +649,11 @@ def test_old_observations_are_shortened_and_start_a_new_segment(task):
 @pytest.mark.fault(32, "context overflow")
 def test_what_cannot_fit_is_never_sent(task):
     policy = FakePolicy(block("ls"), context=900)
-    with user_error("or than the 100 beside a reply: choose a larger one"):
+    with user_error("more than half of --context 900 or than the 100 beside a reply"):
         play(task, policy, max_reply_tokens=800)
+    with_message = Env(task, LOCAL, message="y" * 500)
+    episode = asyncio.run(play_once(with_message, policy, max_reply_tokens=400))
+    assert (episode.status, episode.valid, episode.turns) == ("context_limit", False, [])
     assert not policy.requests
     policy = FakePolicy(block("echo a > guess.txt; echo " + "y" * 300), context=1200)
     episode = play(task, policy, max_reply_tokens=400, max_turns=50)
@@ -684,16 +687,22 @@ def test_broken_sandbox_is_a_fault_and_never_a_score(task, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "reply, options",
-    [("submit", {}), ("ls", {"episode_minutes": 0.0}), ("ls", {"max_reply_tokens": 99_700})],
+    "status, reply, options",
+    [
+        ("submit", "submit", {}),
+        ("turn_limit", "ls", {}),
+        ("time_limit", "ls", {"episode_minutes": 0.0}),
+        ("context_limit", "ls", {"max_reply_tokens": 99_600}),
+    ],
 )
-def test_every_way_out_scores_once_and_closes(task, monkeypatch, reply, options):
+def test_every_way_out_scores_once_and_closes(task, monkeypatch, status, reply, options):
     calls = []
     no_score = Score(None, "hits", "validation", False, "")
     close = Env.close
     monkeypatch.setattr(Env, "score", lambda self, split=None: calls.append(split) or no_score)
     monkeypatch.setattr(Env, "close", lambda self: calls.append("close") or close(self))
-    play(task, FakePolicy(block(reply)), score_test=True, **options)
+    episode = play(task, FakePolicy(block(reply)), score_test=True, **options)
+    assert episode.status == status
     assert calls == [None, "test", "close"]
 
 

@@ -219,7 +219,7 @@ def test_a_run_without_its_checkpoints_is_not_erased(again):
     assert code == 2
     assert "no checkpoint to continue from" in err
     assert (logs / "metrics.jsonl").read_bytes() == before
-    assert len(list((logs / "episodes").glob("0*.jsonl"))) == 2
+    assert len(list((logs / "transcripts").glob("0*.jsonl"))) == 2
 
 
 # grpo.py on a slow disk
@@ -293,7 +293,7 @@ BAD_INPUT = {
     "--name x --model tiny": "Cannot write the run directory logs/x",
     "--eval-episodes 1": "--eval-episodes must be 0 or at least 2",
     "--learning-rate 1": "Unrecognized options: --learning-rate",
-    "--gpu-memory 45": "--gpu-memory must be from 0.01 to 1, not 45",
+    "--gpu-memory 45": "--gpu-memory: Input should be less than or equal to 1",
     "--max-groups 1": "--max-groups 1 is less than --groups 4",
     "--loss gspo --ahead 1": "the bounds of --loss gspo would clip most of what is sampled",
     "--advantage ppo": "Unknown --advantage 'ppo'",

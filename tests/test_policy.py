@@ -738,7 +738,10 @@ def refused(folder):
 
 
 def test_a_model_that_cannot_be_used_is_one_sentence(random_model, tmp_path):
-    assert "cannot run the model no/such-model: LocalEntryNotFound" in refused("no/such-model")
+    said = (
+        "The model no/such-model (huggingface_hub; see docs/models.md) cannot be used: LocalEntry"
+    )
+    assert said in refused("no/such-model")
     for name in "logs/no ./no ../no ~no/m no/such/model /no".split():
         assert refused(name) == f"There is no folder {name}."
     (tmp_path / "best").mkdir()
@@ -754,7 +757,7 @@ def test_a_model_that_cannot_be_used_is_one_sentence(random_model, tmp_path):
     weights.write_bytes(whole)
     for name, text in (("config.json", '{"model_type": "qwen3"}'), ("generation_config.json", "{")):
         (folder / name).write_text(text)
-        assert str(folder / name) in refused(folder)
+        assert str(folder) in refused(folder)
         shutil.copy(f"{random_model}/{name}", folder)
     change_json(folder / "config.json", quantization_config={"quant_method": "mxfp4"})
     assert "are quantised (mxfp4)" in refused(folder)
@@ -762,17 +765,12 @@ def test_a_model_that_cannot_be_used_is_one_sentence(random_model, tmp_path):
     (folder / "chat_template.jinja").unlink()
     assert "has no chat template" in refused(folder)
     (folder / "config.json").write_text("{no json")
-    assert "config.json is damaged" in refused(folder)
+    assert "config.json cannot be used: JSONDecodeError" in refused(folder)
 
 
 WRONG_FIELDS = {
-    "vocab_size hidden_size num_hidden_layers": (None, "2048", 0, 1.5, True),
-    "intermediate_size max_position_embeddings n_positions num_key_value_heads": ([384], 0, "4k"),
-    "rms_norm_eps logit_scale": ("x", 0, math.nan, math.inf, True),
+    "max_position_embeddings n_positions": ([384], 0, "4k", True),
     "eos_token_id": ("2", -1, [2, "x"], True, 2.5),
-    "model_type": (None, 5),
-    "dtype": (16, {}),
-    "layer_types": ("full_attention", [1]),
     "stand_in": (1, "yes"),
     "quantization_config text_config": ("mxfp4", []),
 }
@@ -782,10 +780,10 @@ def test_wrong_fields_of_a_models_config_are_named():
     whole = json.loads((STAND_IN / "config.json").read_text())
     for names, values in WRONG_FIELDS.items():
         for name, value in product(names.split(), values):
-            with user_error(f"^c(:| lacks) {name}"):
+            with user_error(f"^c: .*{name}[.\\w-]*: Input should be"):
                 check_fields(whole | {name: value}, "c")
-    with user_error("^c: head_dim"):
-        check_fields(whole | {"text_config": {"head_dim": "x"}}, "c")
+    with user_error("^c: .*n_positions"):
+        check_fields(whole | {"text_config": {"n_positions": "x"}}, "c")
     check_fields({"model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_layer": 2}, "c")
     check_fields({"model_type": "gemma3", "text_config": {"hidden_size": 8}}, "c")
 
@@ -799,7 +797,7 @@ def test_a_model_that_the_first_step_of_the_engine_refuses_is_one_sentence(tmp_p
     done = python(script, *flags, "--model", model, "--prompts", PROJECT / TINY_TEXTS, cwd=tmp_path)
     assert done.returncode == 2
     last = done.stderr.splitlines()[-1]
-    assert re.match("vLLM cannot run the model .*: RuntimeError: Unsupported .*head_dim=16", last)
+    assert re.match("The model .* .vLLM; .* RuntimeError: Unsupported .*head_dim=16", last)
 
 
 def test_a_model_without_one_of_its_tensors_is_refused(tmp_path):
@@ -848,12 +846,12 @@ def test_an_adapter_that_cannot_be_used_is_one_sentence(policy, tmp_path):
     for name in ("lm_head", "embed_tokens"):
         file.write_text(kept)
         change_json(file, target_modules=["q_proj", name])
-        assert f"{tmp_path} adapts {name}" in refused(tmp_path)
+        assert f"the engine has no adapter for {name}" in refused(tmp_path)
     file.write_text("{no json")
-    assert "adapter_config.json is damaged" in refused(tmp_path)
+    assert "adapter_config.json cannot be used: JSONDecodeError" in refused(tmp_path)
     file.write_text(kept)
     (tmp_path / "adapter_model.safetensors").unlink()
-    assert "Cannot load the adapter in" in refused(tmp_path)
+    assert "adapter_model.safetensors cannot be used: " in refused(tmp_path)
 
 
 def test_an_adapter_of_peft_with_all_of_its_fields_is_plain(random_model, tmp_path):
@@ -887,12 +885,15 @@ def test_an_adapter_with_other_tensors_is_refused_and_that_in_use_stays(policy, 
         wrong = weights[second].clone()
         wrong[-1, -1] = value
         save_file(weights | {second: wrong}, file)
-        assert refused(tmp_path) == f"{file} holds NaN or infinity: the tensor {second}."
-        with user_error(f"{file} holds NaN or infinity"):
+        assert (
+            refused(tmp_path)
+            == f"{file} cannot be used: ValueError: the tensor {second} holds NaN or infinity."
+        )
+        with user_error(f"{file} cannot be used: .* holds NaN or infinity"):
             policy.load_adapter(tmp_path)
     # also for a target_modules that is a pattern
     for layer in ("lm_head.lora_A.weight", "model.odd_proj.lora_B.weight", "model.layers.0.bias"):
         other = f"base_model.model.{layer}"
         save_file(weights | {other: torch.zeros(1)}, file)
-        assert f"holds the tensor {other}: only A and B" in refused(tmp_path)
+        assert f"the tensor {other} is no A or B" in refused(tmp_path)
     assert has_weights(policy, before)

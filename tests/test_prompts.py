@@ -21,7 +21,6 @@ from flatlab.sandbox.client import Sandbox
 from flatlab.task import machine
 from flatlab.tree import requests
 from flatlab.tree.nodes import Node
-from flatlab.view.reader import observed
 from flatlab.world import prompts
 from flatlab.world.episode import History
 from helpers import (
@@ -204,10 +203,10 @@ def test_a_file_of_ones_own_is_what_the_agent_reads(tmp_path):
 WRONG = {
     "more is missing, or is not the name of a prompt": {"more": None},
     "hint is missing, or is not the name of a prompt": {"hint": "Try."},
-    "system is not a jinja2 template: Expected an expression": {"system": "{% if %}"},
-    "system is not a jinja2 template: ": {"system": 3},
-    "note uses 'files', which is unknown there; the names are task": {"note": "{{ files }}"},
-    "note cannot be filled: .* has no attribute 'no_such'": {"note": "{{ task.no_such }}"},
+    "system cannot be used: TemplateSyntaxError: Expected an expression": {"system": "{% if %}"},
+    "system cannot be used: ": {"system": 3},
+    "note cannot be used: .* 'files' is unknown there; the names are task": {"note": "{{ files }}"},
+    "note cannot be used: .* has no attribute 'no_such'": {"note": "{{ task.no_such }}"},
 }
 
 
@@ -340,7 +339,9 @@ def test_dropped_thoughts_leave_what_the_template_makes_of_the_conversation(open
         )
         assert policy.tokenizer.decode(request) == wanted
         messages.append(said_by("assistant", turn["reply"]))
-        messages.append(said_by("user", observed(turn)))
+        messages.append(
+            said_by("user", "\n".join(filter(None, (turn["observation"], turn["note"]))))
+        )
         said = [*policy.encode(turn["reply"]), policy.end_of_turn]
         assert segment.tokens == request + said
         assert segment.mask == [0] * len(request) + [1] * len(said)

@@ -29,7 +29,7 @@ from examples import learn
 from flatlab import files, heartbeat, options
 from flatlab.errors import SandboxFault, UserError, sentence_of
 from flatlab.model.path import ModelPath
-from flatlab.options import EpisodeOptions, Number, Positive, Whole
+from flatlab.options import EpisodeOptions, ModelOptions, Number, Positive, Whole
 from flatlab.runs import cli, start, store, trackers
 from flatlab.runs.fingerprint import fingerprint, model_parts
 from flatlab.sandbox.client import Sandbox
@@ -467,6 +467,7 @@ def test_kill_9_leaves_only_whole_files(tmp_path, moment):
 
 @dataclass(frozen=True)
 class Nested:
+    model: ModelOptions = ModelOptions()
     episode: EpisodeOptions = EpisodeOptions()
     tau: Number = 0.5
     steps: Whole = 1
@@ -495,14 +496,14 @@ def test_preset_first_and_flags_win_and_nested_options_are_flat(parse):
     preset = "tau: 0.1\nmax_turns: 3\nsteps: 4\nnames: [a, b]\n"
     config = parse(preset, "--episode-minutes", "5", "--steps", "2")
     episode = EpisodeOptions(max_turns=3, episode_minutes=5.0)
-    assert config == Nested(episode, 0.1, 2, names=("a", "b"))
+    assert config == Nested(episode=episode, tau=0.1, steps=2, names=("a", "b"))
     assert parsed(Nested, "--steps 2") == Nested(steps=2)
 
 
 DAMAGED = {
     "just words": "'name: value'",
-    "tau: 1\ntau: 2": "damaged: the key tau is given twice",
-    "tau: " + "[" * 1_000: "damaged: maximum recursion",
+    "tau: 1\ntau: 2": "cannot be used: .*the key tau is given twice",
+    "tau: " + "[" * 1_000: "cannot be used: .*maximum recursion",
     "steps: 0x10": "--steps needs a whole number, not '0x10'.",
     "steps: null": "--steps needs a whole number, not 'null'.",
     "minutes: yes": "--minutes needs a number, not 'yes'.",
@@ -510,7 +511,7 @@ DAMAGED = {
 
 
 def test_bad_presets(parse, tmp_path, capsys):
-    with user_error("Cannot read .*nothing.yaml: No such file"):
+    with user_error("nothing.yaml cannot be used: .* No such file"):
         cli.parse_configs(Nested, [str(tmp_path / "nothing.yaml")])
     for text, sentence in DAMAGED.items():
         with user_error(sentence):

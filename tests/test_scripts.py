@@ -347,7 +347,7 @@ def test_seeds_are_runs_on_one_engine_and_are_compared(here, played, monkeypatch
     for seed in (1, 2):
         config = read_mapping(Path(f"logs/a-{seed}/config.yaml"))
         assert (config["seed"], config["task"]) == (seed, ["module_of_mine:titanic"])
-    assert "\ntitanic, evaluation: " in out
+    assert "\ntitanic, evaluation\n" in out
 
 
 def test_seeds_of_one_command_have_one_model(here, played):
@@ -409,8 +409,8 @@ def test_two_models_of_a_suite_stand_beside_published_ones(here, played, tmp_pat
     for model in ("tiny", "other"):
         code, out, _ = here(f"{flags} {model}")
         assert code == 0
-        assert "left out gone: The file or folder" in out
-        assert f"logs/a/{model}: without gone. The file" in out
+        assert "left out gone: " in out
+        assert f"logs/a/{model}: without gone. " in out
     runs = [read_run(f"logs/a/{model}") for model in ("tiny", "other")]
     out = suite_report(read_suite("suite.yaml"), runs)
     lines = [line.split() for line in out.splitlines()]
@@ -480,10 +480,10 @@ def test_a_prompt_that_an_endpoint_refuses_ends_its_episode_or_node_alone(
     assert [row["status"] for row in rows] == ["submit", "refused", "turn_limit"]
     assert rows[1]["value"] == -1
     assert rows[1]["reason"].startswith("Your input was flagged: http")
-    assert "sent nothing in place of a text" in rows[2]["reason"]
+    assert "The endpoint sent nothing, finish_reason stop." in rows[2]["reason"]
     first, second = read_rows("logs/b/episodes.jsonl")
     assert (first["status"], second["status"]) == ("turn_limit", "refused")
-    assert "1 x Your input was flagged: http" in ends(read_run("logs/b"))
+    assert "1 x Your input was flagged: http" in ends([read_run("logs/b")])
 
 
 def test_an_endpoint_is_evaluated(here):
@@ -578,10 +578,10 @@ def test_ppo_learns_its_value_head_and_resumes(critic, play, monkeypatch):
     save_tensors(torch.nn.Linear(3, 1).state_dict(), other := head.with_name("other"))
     for content in (head.read_bytes()[:-200], b"", other.read_bytes()):
         head.write_bytes(content)
-        with user_error(f"{head} is (damaged|not the value head)"):
+        with user_error(f"{head} (cannot be used|is not the value head)"):
             critic.load_adapter(head.parent)
     head.unlink()
-    with user_error(f"Cannot read {head}"):
+    with user_error(f"{head} cannot be used: "):
         critic.load_adapter(head.parent)
     monkeypatch.setattr(critic, "path", replace(critic.path, adapter=str(head.parent)))
     critic.load_adapter(head.parent)  # the adapter of the start may have been trained without one

@@ -328,7 +328,8 @@ def test_a_finished_tree_stays_as_it_is():
 
 
 @pytest.mark.parametrize("url", [None, "http://127.0.0.1:9/v1"])
-def test_tokens_are_kept_unless_they_are_those_of_an_endpoint(url):
+def test_tokens_are_kept_unless_they_are_those_of_an_endpoint(url, monkeypatch):
+    monkeypatch.setattr(start.endpoint, "check_url", lambda url: None)  # nobody is there
     t = run(nodes=1, url=url)
     assert (t.run.dir / "transcripts/000000.tokens.jsonl.gz").exists() == (url is None)
 
@@ -647,7 +648,7 @@ def test_a_node_whose_files_are_too_large_keeps_its_score_but_nothing_builds_on_
 
 
 BAD_INPUT = {
-    "--seed 0 -1": "--seed must be from 0 to 4294967295, not -1",
+    "--seed 0 -1": "--seed: 1: Input should be greater than or equal to 0, not '-1'",
     "--seed 0 0": "--seed has a value twice",
     "--select ucb --rule-args tau=1": "rule ucb has no 'tau'; the names are drafts, c",
     "--select linear --sampling-mode tail": "--select linear asks for no strategies",
@@ -695,13 +696,12 @@ def test_what_was_left_open_means_what_the_runs_have_used(no_daemon, monkeypatch
     folder = Path("logs/a/cell")
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("backend: docker\nmodel: there\n")
-    monkeypatch.setattr(start, "resolve_model", lambda name: ModelPath(name, None, False))
-    for asked, kept in (("auto", "docker"), ("local", "local")):
-        cfgs = [search_config(name=name, backend=asked) for name in ("a/new", "a/cell")]
-        for cfg in start.complete(cfgs)[0]:
-            assert (cfg.model.model, cfg.sandbox.backend) == ("there", kept)
-    monkeypatch.undo()
-    monkeypatch.chdir(folder.parents[2])
+    with monkeypatch.context() as patch:
+        patch.setattr(start, "resolve_model", lambda name: ModelPath(name, None, False))
+        for asked, kept in (("auto", "docker"), ("local", "local")):
+            cfgs = [search_config(name=name, backend=asked) for name in ("a/new", "a/cell")]
+            for cfg in start.complete(cfgs)[0]:
+                assert (cfg.model.model, cfg.sandbox.backend) == ("there", kept)
     with user_error("No Docker daemon answers at .* for --backend local choose another --name"):
         prepared(search_config(name="a/cell", model="tiny"))
 
@@ -741,7 +741,7 @@ def test_a_damaged_record_is_refused_with_one_sentence():
     file = t.run.dir / EPISODES
     text = file.read_text()
     file.write_text(text.replace('"sampling_mode"', '"mode"'))
-    with user_error("another version of search.py"):
+    with user_error("episodes.jsonl cannot be used: "):
         opened(nodes=3)
     file.write_text(text.splitlines(keepends=True)[0])
     with user_error("episodes.jsonl is damaged: it holds 1 nodes of 2"):

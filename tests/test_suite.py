@@ -134,7 +134,7 @@ PLAYED = {
     "--suite builtn": "There is no suite builtn; did you mean builtin? the names are",
     "--suite mine.yaml": "There is no suite mine.yaml",
     "--suite typo.yaml": "Unknown task 'titanicc'; did you mean titanic",
-    "--suite gone.yaml": "None of these tasks can be played here. The file or folder",
+    "--suite gone.yaml": "None of these tasks can be played here. ",
     "--suite mlgym": "holds no published results",
 }
 

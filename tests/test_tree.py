@@ -275,7 +275,7 @@ WRONG_CONSTANTS = {
     "ucb c=-1": r"is -1\.0: .* 0",
     "ucb c=x": "is 'x'",
     "mcts x=1": r"no 'x'; the names are c, branching\.",
-    "linear x=1": r"no 'x'; it has none\.",
+    "linear x=1": r"no 'x'; there is none\.",
 }
 
 

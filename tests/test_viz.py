@@ -196,17 +196,19 @@ def kind(name, keys=NEEDED):
 BROKEN = {
     "There is no folder": {},
     "no config.yaml": {"x": ""},
-    "config.yaml is damaged: expected ',' or '\]'.*, in line 1:\n.*a: \[1\n.*\^$": STEP
-    | {"config.yaml": "a: [1\n"},
-    "Cannot read .*result.json": STEP,
-    "result.json is damaged": STEP | {"result.json": "{"},
+    "config.yaml cannot be used: expected ',' or '\]'.*, in line 1:\n.*a: \[1\n.*\^$": STEP
+    | {"config.yaml": "a: [1"},
+    "result.json cannot be used: FileNotFound": STEP,
+    "result.json cannot be used: JSONDecode": STEP | {"result.json": "{"},
     "by another version: its result.json has no baseline": STEP | {"result.json": "{}"},
     "its result.json has no best_id": STEP | kind("search", reader.NEEDED),
     "of a kind that viz.py does not know: temperatures": STEP | kind("temperatures"),
     "by a version before 2026-11-28": STEP | kind("search") | {"journal.jsonl": "{}\n"},
     "no finished step": kind("training") | {"config.yaml": "a: 1", "metrics.jsonl": '{"step": 0'},
     "no finished node": STEP | kind("search"),
-    "line 2 is not": STEP | kind("search") | {"episodes.jsonl": "{}\n[1]\n"},
+    "line 2, cannot be used: TypeError: it is not a JSON object": STEP
+    | kind("search")
+    | {"episodes.jsonl": "{}\n[1]\n"},
     "has no 'advantage'": STEP | kind("search") | {"episodes.jsonl": "{}\n"},
     "no finished episode": STEP | kind("evaluation"),
 }
@@ -220,7 +222,7 @@ def test_broken_empty_and_foreign_directories_are_one_sentence(tmp_path, sentenc
         reader.read_run(directory)
     first, *snippet = str(caught.value).splitlines()
     assert str(directory) in first
-    assert [line.strip() for line in snippet] == ["a: [1", "^"] * ("damaged: expected" in first)
+    assert [line.strip() for line in snippet] == ["a: [1", "^"] * ("used: expected" in first)
 
 
 @pytest.mark.parametrize("name", reader.NOUNS)
@@ -352,11 +354,11 @@ def test_adapters_with_the_same_values_are_explained_by_how_far_the_last_one_mov
     text = viz.run_summary(run)
     assert (
         "No evaluation during training was better than the untrained adapter, which is best/; the "
-        "last one, 6.2e-05 nats per token away (KL), has its value on each seed. "
+        "last one, 6.2e-05 nats per token away (KL), has the same values. "
     ) in text
     assert text.count("was better than the untrained") == 1
     assert text.count("3 fresh seeds") == 2  # beside the table and beside the value
-    assert "on each seed" not in viz.run_summary(untrained_is_best(tmp_path / "moved", 0.5))
+    assert "has the same values" not in viz.run_summary(untrained_is_best(tmp_path / "moved", 0.5))
 
 
 def test_the_time_of_a_training_is_that_of_the_command(tmp_path):
@@ -376,7 +378,7 @@ def test_reasons_of_failures_are_counted_the_most_frequent_first(tmp_path):
     )
     assert "1 x broke its sandbox" in results.ends([search_run(tmp_path / "b", nodes[-1:])])
     training = stored(tmp_path / "c", {0: [group(0.7, None)], "eval-0": [group(None)]})
-    said = "1 of 2 training episodes failed (value -1): 1 x KeyError"
+    said = "1 of 2 training episodes failed (value -1): 1 x no file"
     assert results.ends([training]).startswith(said)
     assert results.ends([training] * 2).startswith(
         "2 of 4 training episodes failed (value -1): 2 x"

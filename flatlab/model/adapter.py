@@ -12,8 +12,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Lt, MinLen
 from typing_extensions import TypedDict  # of Python before 3.12, pydantic takes this one only
 
-from flatlab.errors import UserError
-from flatlab.files import read_mapping, validated
+from flatlab.files import read_mapping, usable, validated
 
 ADAPTER_FILE = "adapter_model.safetensors"
 # Fields that change nothing once an adapter is trained
@@ -61,19 +60,18 @@ def read_settings(folder: Path) -> tuple[str, dict]:
     """The base model of a plain LoRA adapter, and its r, lora_alpha and target_modules. Raises
     UserError, which names the field, if the adapter is of another kind.
     """
-    settings = read_mapping(folder / "adapter_config.json")
+    file = folder / "adapter_config.json"
+    settings = read_mapping(file)
     used = {name: settings.pop(name, None) for name in Settings.__annotations__}
-    lora = validated(Settings, used, folder / "adapter_config.json")
-    for name, value in settings.items():
-        if name not in IGNORED and value not in (*PLAIN.get(name, ()), *EMPTY):
-            raise UserError(
-                f"The adapter {folder} has {name}={value!r:.80} in its config, which is not "
-                "supported: only plain LoRA is."
-            )
+    lora = validated(Settings, used, file)
     layers = lora["target_modules"]
-    for name in [layers] if isinstance(layers, str) else layers:
-        if AROUND.search(name):
-            raise UserError(f"The adapter {folder} adapts {name}, which is not supported.")
+    with usable(file):
+        for name, value in settings.items():
+            if name not in IGNORED and value not in (*PLAIN.get(name, ()), *EMPTY):
+                raise ValueError(f"{name}={value!r:.80} is no plain LoRA")
+        for name in [layers] if isinstance(layers, str) else layers:
+            if AROUND.search(name):
+                raise ValueError(f"the engine has no adapter for {name}")
     del lora["peft_type"]
     return lora.pop("base_model_name_or_path"), lora
 
@@ -82,20 +80,14 @@ def read_tensors(folder) -> dict:
     """The tensors of an adapter by their names. Raises UserError if the file is damaged, or if one
     of them is no A or B of a layer in the model's blocks, or holds NaN or infinity.
     """
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     file = Path(folder, ADAPTER_FILE)
-    try:
+    with usable(file):
         tensors = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"Cannot load the adapter in {folder}: {error}") from None
-    for name, tensor in tensors.items():
-        if not TENSOR.fullmatch(name):
-            raise UserError(
-                f"{file} holds the tensor {name}: only A and B of the layers in a model's blocks "
-                "are supported."
-            )
-        if not tensor.float().isfinite().all():
-            raise UserError(f"{file} holds NaN or infinity: the tensor {name}.")
+        for name, tensor in tensors.items():
+            if not TENSOR.fullmatch(name):
+                raise ValueError(f"the tensor {name} is no A or B of a layer in a model's blocks")
+            if not tensor.float().isfinite().all():
+                raise ValueError(f"the tensor {name} holds NaN or infinity")
     return tensors

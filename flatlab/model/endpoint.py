@@ -20,7 +20,6 @@ from flatlab.model.chat import Sample
 # says with 500 that it is too long.
 REFUSALS = (400, 403, 413, 422, 451)
 TOO_LONG = re.compile("context size.*exceeded", re.IGNORECASE)
-MOST_REFUSALS = 3  # of first requests of conversations that were sent one after the other
 # Codes and types of an error about the text of a request, in a body without a status
 FILTERED = re.compile(r"filter|moderation|policy|safety|sensitive|inspection|flagged|prohibited")
 ADAPTABLE = ("max_tokens", "seed", "temperature")  # fields that some endpoints refuse
@@ -82,10 +81,8 @@ def api_key(key: str = "") -> str:
     cannot be sent; the key itself is not in the text.
     """
     key = (key or os.environ.get("OPENAI_API_KEY") or "").strip()
-    if re.search(r"[\r\n]", key):
-        raise UserError("$OPENAI_API_KEY holds a line break: it must be one line.")
     if re.search("[^ -~]", key):
-        raise UserError("$OPENAI_API_KEY holds a character that is not printable ASCII.")
+        raise UserError("$OPENAI_API_KEY holds a line break or a character that is not ASCII.")
     return key or "none"  # local servers take any
 
 
@@ -152,11 +149,9 @@ class Endpoint:
             http_client=openai.DefaultAsyncHttpxClient(event_hooks={"response": [correct_status]}),
         )
         self.dropped = set()  # fields of ADAPTABLE that it refuses; max_tokens has another name
-        self.sent = 0  # requests
-        self.ended = 0
+        self.sent = 0  # first requests of conversations
         self.refused = set()  # numbers of those that it refused
         self.works = False  # it has answered one
-        self.is_known = asyncio.Event()  # it works, or no request is in flight
 
     def encode(self, text: str) -> list[str]:
         return [text[i : i + PIECE] for i in range(0, len(text), PIECE)]
@@ -188,34 +183,26 @@ class Endpoint:
         """One reply.
 
         Raises Refusal if the endpoint refuses this request alone, and UserError if it cannot be
-        used: it cannot be reached, or refuses all requests in flight before it has answered one, or
-        MOST_REFUSALS in a row.
+        used: it cannot be reached, or refuses three conversations in a row, or all in flight before
+        it has answered one.
         """
         messages = self.messages(tokens)
-        if "assistant" in tokens[:-1]:
+        if len(messages) > 2:  # not the first request of a conversation
             return self.read(await self.request(messages, max_tokens, seed))
         number = self.sent
         self.sent += 1
-        refusal = None
         try:
             response = await self.request(messages, max_tokens, seed)
-            self.works = True
-        except Refusal as error:
-            refusal = error
+        except Refusal as refusal:
             self.refused.add(number)
-        finally:
-            self.ended += 1
-            if self.works or self.ended == self.sent:
-                self.is_known.set()
-        if not refusal:
-            return self.read(response)
-        await self.is_known.wait()
-        if not self.works:
-            raise UserError(str(refusal))
-        for last in range(number, number + MOST_REFUSALS):
-            if self.refused >= {last - back for back in range(MOST_REFUSALS)}:
-                raise UserError(f"{MOST_REFUSALS} requests in a row were refused. {refusal}")
-        raise refusal
+            while not self.works and len(self.refused) < self.sent:
+                await asyncio.sleep(0.1)
+            rows = [{first, first + 1, first + 2} for first in range(number - 2, number + 1)]
+            if not self.works or any(row <= self.refused for row in rows):
+                raise UserError(str(refusal)) from None
+            raise
+        self.works = True
+        return self.read(response)
 
     def read(self, response) -> Sample:
         """The reply in an HTTP response. Raises UserError if it is not that of a chat endpoint."""
@@ -238,13 +225,9 @@ class Endpoint:
             ) from None
         is_cut = finish in ("length", "max_tokens")
         note = ""
-        if is_cut and not content:
-            note = "It was cut at its limit (--max-reply-tokens), before the thinking ended."
-        elif not content:
-            sent = " and ".join(others) or "nothing"
-            note = f"The endpoint sent {sent} in place of a text, with finish_reason {finish}."
-        elif not is_cut and finish not in ("stop", None):
-            note = f"The endpoint ended it with finish_reason {finish}."
+        if not content or finish == "content_filter":
+            note = f"The endpoint sent {' and '.join(others) or 'nothing'}, finish_reason {finish}"
+            note += " (--max-reply-tokens)." if is_cut else "."
         reply = self.encode(text)
         stop_reason = "length" if is_cut else "stop"
         counted = int(counted) if counted.isdecimal() else None

@@ -1,8 +1,7 @@
 """Requirements of a model, and one sentence for whatever fails while it loads."""
 
-import contextlib
-
 from flatlab.errors import UserError
+from flatlab.files import usable
 
 
 def count_weights(base: str) -> int:
@@ -22,19 +21,6 @@ def count_weights(base: str) -> int:
     return model.num_parameters()
 
 
-@contextlib.contextmanager
 def loading(program: str, base: str):
-    """Whatever fails inside becomes one sentence: no model ends in a traceback.
-
-    program: what loads or tries the model `base`. The error stays as the cause of the UserError.
-    """
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(
-            f"{program} cannot run the model {base}: {type(error).__name__}: {reason} "
-            "(docs/models.md says which models work and what they need)."
-        ) from error
+    """Whatever fails inside becomes one sentence about the model `base`. program: what loads it."""
+    return usable(f"The model {base} ({program}; see docs/models.md)")

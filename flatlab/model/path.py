@@ -8,14 +8,12 @@ from pathlib import Path
 from flatlab.errors import UserError
 from flatlab.files import read_mapping
 from flatlab.model.adapter import read_settings
-from flatlab.model.fields import check_fields
+from flatlab.model.fields import POSITIONS, check_fields
 from flatlab.model.loading import loading
 from flatlab.numbers import value_text
 
 STAND_IN = Path(__file__).resolve().parents[2] / "configs" / "tiny"  # the folder of --model tiny
 FOLDER = re.compile(r"[/.~]|logs/|.+/.*/")  # names that are none of the Hugging Face hub
-# Fields of a config.json that bound the context; vLLM reads the same ones
-POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from flatlab.errors import UserError
-from flatlab.files import write_whole
+from flatlab.files import usable, write_whole
 from flatlab.numbers import number
 
 
@@ -56,7 +56,7 @@ def open_wandb(run):
 
     path = run.dir.resolve()
     os.environ.setdefault("WANDB_INIT_TIMEOUT", "30")  # seconds; W&B's own default is 90
-    try:
+    with usable("--trackers wandb"):  # a wrong key, no network
         logged = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "flatlab"),
             name=f"{path.parent.name}/{path.name}".removeprefix("logs/"),
@@ -66,8 +66,6 @@ def open_wandb(run):
             id=wandb_id(path),
             resume="allow",
         )
-    except wandb.Error as error:  # a wrong key, no network
-        raise UserError(f"--trackers wandb: {' '.join(str(error).split())}") from None
     logged.define_metric("*", step_metric="step")  # nodes end in another order than they start
 
     def tracker(row: dict):

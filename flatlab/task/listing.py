@@ -6,35 +6,28 @@ import os
 from pathlib import Path
 
 from flatlab.errors import UserError
+from flatlab.files import usable
 
 
 def tree_files(path: Path, place: str, hint: str, above: tuple = ()) -> dict[str, Path]:
     """Maps workspace paths to the files at `path`, a file or a folder, which go to `place`. Links
     are followed. Python's bytecode is left out.
 
-    Raises UserError, which ends with the hint, for what is missing, empty, unreadable, a link in a
+    Raises UserError, which holds the hint, for what is missing, empty, unreadable, a link in a
     circle, or neither a file nor a folder. above: the real folders that lead here.
     """
-    try:
-        is_folder = path.is_dir()
-        if is_folder:
-            names = sorted(os.listdir(path))
-        elif not path.exists():
-            link = " (a link to nothing)" if path.is_symlink() else ""
-            raise UserError(f"The file or folder {path} is missing{link}; {hint}.")
-    except OSError as error:  # also a link to itself
-        raise UserError(f"Cannot read {path}: {error.strerror}; {hint}.") from None
-    if not is_folder:
-        if not path.is_file():
-            raise UserError(f"{path} is neither a file nor a folder; {hint}.")
-        if not os.access(path, os.R_OK):
-            raise UserError(f"Cannot read {path}: Permission denied; {hint}.")
-        return {place: path}
-    if not names:
-        raise UserError(f"The folder {path} is empty; {hint}.")
-    real = Path(os.path.realpath(path))
-    if any(folder.is_relative_to(real) for folder in above):
-        raise UserError(f"The link {path} leads back to a folder that holds it; {hint}.")
+    with usable(f"{path} ({hint})"):
+        if not path.is_dir():
+            if path.exists() and not path.is_file():
+                raise ValueError("it is neither a file nor a folder")
+            path.open("rb").close()
+            return {place: path}
+        names = sorted(os.listdir(path))
+        if not names:
+            raise ValueError("it is empty")
+        real = Path(os.path.realpath(path))
+        if any(folder.is_relative_to(real) for folder in above):
+            raise ValueError("the link leads back to a folder that holds it")
     files = {}
     for name in names:
         child = path / name

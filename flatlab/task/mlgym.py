@@ -29,16 +29,8 @@ def load_mlgym(root: Path, name: str) -> Task:
     if "broken" in spec:
         raise UserError(f"MLGym's task {name} {spec['broken']}.")
     kind = spec.get("task_entrypoint", "CSVSubmissionTasks")
-    try:
-        spec = more[kind] | spec
-        description = spec["description"]
-        scores = {key.lower(): value for key, value in spec["baseline_scores"][0].items()}
-        baseline = scores[spec["metric"].lower()]
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path} cannot be graded: it needs a known task_entrypoint, baseline_scores, "
-            f"description, and the keys metric and higher_is_better ({error!r})."
-        ) from error
+    spec = more[kind] | spec
+    scores = {key.lower(): value for key, value in spec["baseline_scores"][0].items()}
     parts = []
     for starter in spec.get("starter_code", []):
         hint = f"`git checkout -- {starter}` in {root} restores it"
@@ -62,13 +54,13 @@ def load_mlgym(root: Path, name: str) -> Task:
     if not spec.get("use_generic_conda", True):
         requirements = root / str(spec.get("requirements_path"))
         tree_files(requirements, "", f"{path} names it")  # raises UserError if it is missing
-    text = description.replace("{dataset_docs}", "\n\n".join(docs)).strip()
+    text = spec["description"].replace("{dataset_docs}", "\n\n".join(docs)).strip()
     note = f"evaluate.py is not in the workspace: it runs elsewhere. {spec.get('note', '')}"
     timeout = spec.get("training_timeout") or 3600
     facts = {
         "name": name,
         "prompt": f"{text}\n\n{note}".strip(),
-        "baseline": baseline,
+        "baseline": scores[spec["metric"].lower()],
         "public": files,
         "hidden": hidden,
         "grader": spec["grader_command"],

@@ -2,8 +2,6 @@
 
 import csv
 import io
-import os
-import shlex
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -11,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from statistics import fmean, median
 
-from flatlab.errors import ArtefactError, UserError
+from flatlab.errors import ArtefactError, SandboxFault, UserError
 from flatlab.files import cache_dir, recall
 from flatlab.task.definition import Task
 from flatlab.task.grading import grade, read_artefacts
@@ -59,28 +57,17 @@ def check_grader(task: Task, make_sandbox) -> None:
 
 
 def check_artefacts(task: Task, make_sandbox) -> None:
-    """Writes the artefacts as an agent does, and collects them as for a grading. Raises UserError
-    if one cannot be written or is missing then.
+    """Writes each artefact into a sandbox and collects them as those of an agent. Raises UserError
+    if one is missing then.
     """
     folders = [f"{name}file" for name in task.artefacts if name.endswith("/")]
     names = [] if task.collect else task.named_artefacts + folders
-    command = "".join(
-        f"mkdir -p ./{shlex.quote(os.path.dirname(name))} && echo {shlex.quote(name)} "
-        f"> {shlex.quote(name)} || exit\n"
-        for name in names
-    )
     box = make_sandbox()
     try:
-        files = task.public.items()
-        box.put({path: file for path, file in files if path not in box.premounted})
-        written = box.run(command, 60)
-        if written.exit_code:
-            raise ArtefactError(written.output)
+        box.put({name: name.encode() for name in names})
         read_artefacts(task, box)
-    except ArtefactError as error:
-        raise UserError(
-            f"Task {task.name}: no agent could hand in its artefacts: {error}"
-        ) from None
+    except (ArtefactError, SandboxFault) as error:
+        raise UserError(f"Task {task.name}: no agent can hand in its artefacts: {error}.") from None
     finally:
         box.close()
 

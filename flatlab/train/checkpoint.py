@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flatlab.errors import UserError
-from flatlab.files import content_key, load_tensors, read_mapping, save_tensors
+from flatlab.files import content_key, load_tensors, read_mapping, save_tensors, usable
 from flatlab.runs.store import WAY_OUT, Run, read_own
 from flatlab.train import metrics
 from flatlab.train.batch import Group
@@ -77,20 +77,16 @@ def restore(policy, optimizer, folder: Path) -> None:
     file = folder / "trainer.pt"
     saved = load_tensors(file)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    try:
+    with usable(file):
         for number, state in saved["optimizer"]["state"].items():
-            shape = parameters[number].shape
             for name, tensor in state.items():
-                where = f"{file}: the tensor {name} of parameter {number}"
-                if tensor.dim() and tensor.shape != shape:
-                    raise UserError(f"{where} has the shape {[*tensor.shape]}, not {[*shape]}.")
+                if tensor.dim() and tensor.shape != parameters[number].shape:
+                    raise ValueError(f"{name} of parameter {number} has another shape")
                 if not tensor.isfinite().all():
-                    raise UserError(f"{where} holds NaN or infinity.")
+                    raise ValueError(f"{name} of parameter {number} holds NaN or infinity")
         for group, own in zip(saved["optimizer"]["param_groups"], optimizer.param_groups):
             group.update({name: own[name] for name in own if name != "params"})  # as set today
         optimizer.load_state_dict(saved["optimizer"])
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-        raise UserError(f"{file} is not the optimizer's state of this model.") from None
 
 
 def write_step(policy, optimizer, job, row: dict, groups: list[Group] = ()) -> None:

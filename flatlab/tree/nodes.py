@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from flatlab.errors import UserError
-from flatlab.files import write_whole
+from flatlab.files import usable, write_whole
 from flatlab.runs.start import begin_run
 from flatlab.runs.store import EPISODES, WAY_OUT, Run, transcript_reader
 from flatlab.sandbox.client import readable
@@ -133,14 +133,9 @@ class Tree:
                 f"{result['nodes']}. {WAY_OUT}"
             )
         for row in rows:
-            try:
+            with usable(run.dir / EPISODES):
                 node = stored_node(run.dir, row)
                 self.add(node)
-            except (KeyError, TypeError, ValueError):
-                raise UserError(
-                    f"{run.dir / EPISODES} was written by another version of search.py: choose "
-                    "another --name."
-                ) from None
             self.finished.append(node)
         self.seconds_before = result.get("seconds", 0.0)  # of earlier processes
         self.closed = run.finished  # complete, and its best node is scored on the test part

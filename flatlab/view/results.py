@@ -141,7 +141,7 @@ def gain(run: RunData) -> list[str]:
         text = f"Best adapter: {difference} over the untrained one on {pairs} paired seeds"
     elif final["last"]["difference"] == final["last"]["difference_stderr"] == 0:
         kl = [0.0, *found(run.steps, "kl")][-1]
-        text += f"; the last one, {kl:.1e} nats per token away (KL), has its value on each seed"
+        text += f"; the last one, {kl:.1e} nats per token away (KL), has the same values"
     return [f"{text}."]
 
 

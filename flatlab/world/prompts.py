@@ -11,7 +11,7 @@ import jinja2
 from jinja2 import meta
 
 from flatlab.errors import UserError
-from flatlab.files import content_key, read_mapping
+from flatlab.files import content_key, read_mapping, usable
 from flatlab.numbers import counted
 from flatlab.task.definition import Task
 from flatlab.task.machine import software_of
@@ -68,24 +68,18 @@ class Prompts:
         if different := set(texts) ^ set(FACTS):
             raise UserError(f"{path}: {min(different)} is missing, or is not the name of a prompt.")
         for name, text in texts.items():
-            try:
+            with usable(f"{path}: {name}"):
                 self.templates[name] = jinja.from_string(text)
                 self.uses[name] = meta.find_undeclared_variables(jinja.parse(text))
-            except (jinja2.TemplateError, TypeError) as error:
-                raise UserError(f"{path}: {name} is not a jinja2 template: {error}.") from None
-            known = FACTS[name].split()
-            if unknown := self.uses[name].difference(known, jinja.globals):
-                raise UserError(
-                    f"{path}: {name} uses {min(unknown)!r}, which is unknown there; the names are "
-                    f"{', '.join(known)}."
-                )
+                known = FACTS[name].split()
+                if unknown := self.uses[name].difference(known, jinja.globals):
+                    names = ", ".join(known)
+                    raise NameError(f"{min(unknown)!r} is unknown there; the names are {names}")
 
     def fill(self, name: str, **facts) -> str:
         """The text of a template, without line breaks at its end."""
-        try:
+        with usable(f"{self.path}: {name}"):
             return self.templates[name].render(facts).rstrip("\n")
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise UserError(f"{self.path}: {name} cannot be filled: {error}.") from None
 
 
 @functools.cache
@@ -224,5 +218,6 @@ def repeated(turns: list[dict]) -> str:
     *earlier, said = [turn["action"] or turn["reply"] for turn in turns]
     if said not in earlier:
         return ""
-    lines = [line for line in turns[-1]["observation"].splitlines() if line.strip()]
-    return ([line for line in lines if line[0] != "["] or lines)[-1].strip()[:200]
+    lines = [line.strip() for line in turns[-1]["observation"].splitlines() if line.strip()]
+    own = [line for line in lines if line[0] != "["] or lines or ["nothing"]
+    return own[-1][:200]

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from flatlab.errors import UserError
+from flatlab.files import usable
 from flatlab.sandbox.backend import WORKSPACE
 from flatlab.sandbox.docker import docker_api, docker_problem, short_text
 from flatlab.task.definition import Task, refuse_overlap
@@ -44,12 +45,15 @@ def load_task(place: str) -> Task:
     give, or if Docker cannot provide its image.
     """
     folder = Path(place).resolve()
-    try:
-        spec = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
-        prompt = (folder / "instruction.md").read_text(encoding="utf-8")
-        (folder / "tests/test.sh").read_bytes()
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder} cannot be read as a Harbor task: {error}.") from error
+    with usable(f"The Harbor task {folder}"):
+        return read_task(folder)
+
+
+def read_task(folder: Path) -> Task:
+    """See load_task."""
+    spec = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
+    prompt = (folder / "instruction.md").read_text(encoding="utf-8")
+    (folder / "tests/test.sh").read_bytes()
     refuse(folder, spec)
     hidden = tree_files(folder / "tests", ".flatlab/tests", "a Harbor task has its tests there")
     if (folder / "environment").is_dir():  # a Dockerfile may copy it into the image
@@ -79,9 +83,9 @@ def load_task(place: str) -> Task:
         hidden=hidden,
         grader=("python3", "-I", ".flatlab/grade.py"),
         splits=("test",),
-        step_timeout=number_of(spec, "agent.timeout_sec", SECONDS),
-        grade_timeout=number_of(spec, "verifier.timeout_sec", SECONDS),
-        needs_gpu=number_of(spec, "environment.gpus") > 0,
+        step_timeout=float(value_of(spec, "agent.timeout_sec", SECONDS)),
+        grade_timeout=float(value_of(spec, "verifier.timeout_sec", SECONDS)),
+        needs_gpu=float(value_of(spec, "environment.gpus", 0)) > 0,
         needs_network=not is_offline and value_of(spec, "environment.allow_internet", True),
         source="harbor",
         image=image,
@@ -92,7 +96,7 @@ def refuse(folder: Path, spec: dict) -> None:
     """Raises UserError if the folder asks for something that a sandbox cannot give."""
     asked = [name for name in REFUSED_FILES if (folder / name).exists()]
     asked += [f"{key} (task.toml)" for key in REFUSED_KEYS if value_of(spec, key)]
-    if number_of(spec, "environment.memory_mb") > MEMORY_MB:
+    if float(value_of(spec, "environment.memory_mb", 0)) > MEMORY_MB:
         asked.append(f"more than {MEMORY_MB} MB of memory")
     if asked:
         raise UserError(f"{folder} asks for what a sandbox here lacks: {', '.join(asked)}.")
@@ -101,15 +105,6 @@ def refuse(folder: Path, spec: dict) -> None:
 def value_of(spec: dict, key: str, default=None):
     section, name = key.split(".")
     return spec.get(section, {}).get(name, default)
-
-
-def number_of(spec: dict, key: str, default: float = 0) -> float:
-    """A number of task.toml. Raises UserError."""
-    value = value_of(spec, key, default)
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise UserError(f"{key} in task.toml must be a number, not {value}.") from None
 
 
 # The working directory of a foreign image becomes the workspace, and its path a link to that.

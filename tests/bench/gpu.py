@@ -638,7 +638,9 @@ def other_engine(model: str, **lora) -> tuple:
     from policy import cpu_engine_options, gpu_engine_options
 
     options = cpu_engine_options(check.CONTEXT)
+    torch._dynamo.config.disable = True  # as in Engine, where a CPU would compile for minutes
     if check.has_gpu():
+        torch._dynamo.config.disable = False
         options = gpu_engine_options(check.REQUESTS)
     base = resolve_model(model).base
     config = AutoConfig.from_pretrained(base).get_text_config()

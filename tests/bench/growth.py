@@ -118,8 +118,9 @@ async def fake_play(t, node, parents):
     node.status = "submit"
     score = Score(None, t.task.metric, "validation", False, "no submission")
     if rng.random() > 0.3:
-        value = t.nearest_kept(node.parent).score + rng.gauss(0, 0.01)
-        score = replace(score, value=value, valid=True, message="")
+        parent = t.nearest_kept(node.parent)
+        value = parent.score if parent.valid else t.task.baseline
+        score = replace(score, value=value + rng.gauss(0, 0.01), valid=True, message="")
     node.judge(t.task, score)
     return b"\0" * 10240 + b"{}"  # an empty tar and its notes
 
@@ -274,6 +275,7 @@ def training(steps):
 
 def books(trainer, job, rows, groups, task, step):
     """Work of grpo.train in a step beside sampling, learning and sync."""
+    from flatlab.task.value import evaluation_columns
     from flatlab.train import checkpoint, metrics
     from flatlab.view import page
 
@@ -282,7 +284,7 @@ def books(trainer, job, rows, groups, task, step):
     if job.step % 10 == 0:
         checkpoint.save_groups(job.run, f"eval-{step}", groups)
         result = metrics.evaluation(metrics.episode_rows(groups), [task])
-        row |= metrics.evaluation_columns(result)
+        row |= evaluation_columns(result)
         checkpoint.keep_best(trainer, job, result | {"step": step})
     row["alarms"] = metrics.alarms(row, rows)
     rows.append(row)

@@ -32,7 +32,10 @@ SERVER = Path(__file__).with_name("serve_coder.mjs")
 INSTALL = f"npm install --prefix {CODER} -E node-llama-cpp@3.21.1 --ignore-scripts"
 TASKS = ("titanic", "battleOfSexes", "digits", "diabetes", "circlePacking")
 CONTEXT = 8192
-FLAGS = f"--model coder --max-turns 4 --temperature 0.7 --context {CONTEXT} --concurrency 4"
+FLAGS = (
+    f"--model coder --max-turns 4 --temperature 0.7 --context {CONTEXT} --concurrency 4 "
+    "--episode-minutes 128 --backend local"
+)
 
 
 def real_agent(args):
@@ -48,7 +51,7 @@ def real_agent(args):
             name = f"real-agent-{commit_of_code()}-{task}-{args.episodes}x{args.reply_tokens}"
             command = [sys.executable, PROJECT / "evaluate.py", "--url", url, "--task", task]
             command += ["--name", name, "--episodes", str(args.episodes), *FLAGS.split()]
-            command += ["--max-reply-tokens", str(args.reply_tokens), "--episode-minutes", "128"]
+            command += ["--max-reply-tokens", str(args.reply_tokens)]
             subprocess.run([*command, *args.flags.split()], env=ENVIRONMENT, check=True)
             run = read_run(Path("logs", name))
             texts = transcripts_of(run)

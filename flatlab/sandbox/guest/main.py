@@ -105,6 +105,7 @@ class Runner:
         self.exit_codes = {}  # of the children that somebody waits for; None while they run
         self.strays = []  # output pipes that background jobs still hold
         self.landlock_rules = None
+        self.files = None  # before set_up()
 
     # -------------------------------------------------------------------------------- start and end
 
@@ -403,7 +404,8 @@ class Runner:
             reply, data = {"error": MESSAGES.get(error.errno) or error.strerror}, b""
         except (ValueError, RuntimeError) as error:  # RecursionError, too
             reply, data = {"error": str(error)}, b""
-        self.files.look_at_clock()
+        if self.files:
+            self.files.look_at_clock()
         if data:
             self.send(data)
         self.send(b"")
