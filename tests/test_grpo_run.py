@@ -269,10 +269,11 @@ def test_kill_9_in_the_middle_of_a_step_and_the_same_command_again(tmp_path, tin
     assert [row["step"] for row in rows(metrics)] == [0, 1, 2, 3]
     assert max(row["lag_max"] for row in rows(metrics)) <= 2
     assert not list(logs.rglob(".tmp-*"))
-    files = sorted((logs / "episodes").glob("*.jsonl"))
+    files = sorted((logs / "transcripts").glob("*[0-9].jsonl"))
     assert [int(file.stem) for file in files] == [0, 1, 2, 3]
-    seeds = Counter(episode["seed"] for file in files for episode in rows(file))
-    assert set(seeds.values()) == {1}
+    played = rows(logs / "episodes.jsonl")
+    assert {row["step"] for row in played} == {0, 1, 2, 3}
+    assert set(Counter(row["seed"] for row in played).values()) == {1}
 
 
 @pytest.mark.slow

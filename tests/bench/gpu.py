@@ -786,7 +786,7 @@ REWARDED = f"""
 import sys
 sys.path.insert(0, {str(PROJECT)!r})
 import grpo
-grpo.rewards_of = lambda group, cfg: [float(i) for i in range(len(group.played))]
+grpo.reward_of = lambda episode, cfg: float(episode.seed)
 grpo.main()
 """
 
