@@ -708,6 +708,6 @@ def test_a_wrong_key_of_wandb_is_one_sentence(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     wandb.teardown()  # settings of earlier tests
     monkeypatch.setenv("WANDB_API_KEY", "wrong-key")
-    with user_error("^--trackers wandb: "):
+    with user_error("^--trackers wandb cannot be used: "):
         trackers.open_wandb(SimpleNamespace(dir=tmp_path, config={}))
     wandb.teardown()  # its settings of this process
