@@ -193,13 +193,15 @@ def note(options, env, turns: list[dict], turns_left: int, seconds_left: float) 
     """
     scores = [turn["score"] for turn in turns if turn["score"] is not None]
     best = max if env.task.higher_is_better else min
-    return load_prompts(options.prompts).fill(
+    texts = load_prompts(options.prompts)
+    asks = "missing" in texts.uses["note"]  # which takes a call to the sandbox
+    return texts.fill(
         "note",
         task=env.task,
         turns_left=turns_left,
         minutes_left=round(seconds_left / 60),
         best=best(scores, default=None),
-        missing=missing(env),
+        missing=missing(env) if asks else [],
         repeated=repeated(turns),
         turn=turns[-1],
     )
