@@ -352,7 +352,7 @@ def test_a_proxy_is_not_asked_for_this_machine(server, monkeypatch):
     for url in (server[0], server[0].replace("127.0.0.1", "localhost")):
         endpoint.check_url(url)
         assert ask(url, retries=0).text == "hello"
-    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "127.0.0.1,localhost,example.org"
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "127.0.0.1,localhost,::1,example.org"
     monkeypatch.setenv("no_proxy", "*")
     endpoint.go_around_proxies()
     assert os.environ["no_proxy"] == "*"

@@ -470,6 +470,19 @@ def test_local_sandbox_shows_nothing_of_the_machine(backend, tmp_path):
         assert box.run("pip --version || python -c 'import yaml'", 20).exit_code == 0
 
 
+def test_an_environment_behind_two_links(tmp_path):
+    for link, target in (("one", sys.prefix), ("two", "one")):
+        (tmp_path / link).symlink_to(target)
+    code = (
+        "from flatlab.sandbox.client import Sandbox; box = Sandbox('local'); "
+        "asked = 'import yaml, sys; print(sys.prefix)'; "
+        "print(box.run(['python3', '-c', asked], 9).output); box.close()"
+    )
+    command = [tmp_path / "two/bin/python", "-c", code]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True)
+    assert done.stdout.strip() == str(tmp_path / "two"), done.stderr
+
+
 @pytest.mark.parametrize("backend", backends("landlock"))
 def test_a_landlock_sandbox_leaves_nothing_behind(backend):
     with closing(Sandbox(backend)) as box:

@@ -416,6 +416,12 @@ def test_nothing_to_show_is_exit_code_2(tmp_path):
             viz.list_text(stored(tmp_path / "run"), step)
 
 
+def test_a_list_of_many_rows_takes_no_time():
+    begin = time.monotonic()
+    assert columns.aligned([{"id": str(number), "b": 0.5} for number in range(20_000)])
+    assert time.monotonic() - begin < 5
+
+
 # A locale without UTF-8, which Python takes as it is
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 

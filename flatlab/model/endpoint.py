@@ -30,7 +30,7 @@ HINTS = {
 }
 TEXTS = ("text", "input_text", "output_text")  # kinds of parts of a message
 THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
-LOCAL = "127.0.0.1,localhost"
+LOCAL = "127.0.0.1,localhost,::1"
 PIECE = 3  # characters; see Endpoint
 RETRIES = 10  # of a request, with growing pauses or after the time in Retry-After
 

@@ -51,7 +51,7 @@ def resolve_model(name: str) -> ModelPath:
     adapter, lora = None, None
     if name == "tiny":
         base = str(STAND_IN)
-    elif (folder / "adapter_config.json").is_file():
+    elif os.path.lexists(folder / "adapter_config.json"):  # also a link to nothing
         adapter = str(folder)
         base, lora = read_settings(folder)
     try:

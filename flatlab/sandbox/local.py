@@ -51,10 +51,10 @@ def local_view(spec: Spec) -> list[tuple[str, str]]:
     paths.update(f"/etc/{name}" for name in ETC)
     if spec.network:
         paths.add("/etc/resolv.conf")
-    link = sys.executable
-    while os.path.islink(link):  # python of a virtual environment: maybe a chain of links
-        paths.add(link)
-        link = os.path.join(os.path.dirname(link), os.readlink(link))
+    for link in (sys.prefix, sys.executable):  # of a virtual environment: maybe chains of links
+        while os.path.islink(link):
+            paths.add(link)
+            link = os.path.join(os.path.dirname(link), os.readlink(link))
     private = filter(os.path.isdir, (Path(__file__).parents[2], home(), *spec.hide))
     hidden = {os.path.realpath(path) for path in private} - {"/"} - paths
     view = [(path, "") for path in hidden]

@@ -81,8 +81,8 @@ class Column:
 
     def lines(self) -> list[str]:
         """The title and the texts, equally long."""
-        side = ">" if self.is_number else "<"
-        return [f"{text:{side}{self.width}}" for text in [self.title, *self.texts]]
+        form = f"{'>' if self.is_number else '<'}{self.width}"
+        return [f"{text:{form}}" for text in [self.title, *self.texts]]
 
 
 def columns_of(rows: list[dict]) -> list[Column]:
