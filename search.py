@@ -499,6 +499,7 @@ def main(config_class=Config, script=SCRIPT, check=check, grow_all=grow_all) -> 
     names = list(dict.fromkeys(cfg.task for cfg in cfgs))
     tasks, sandbox = env.open_tasks(names, first.sandbox, model.stand_in)
     cfgs = [replace(cfg, sandbox=sandbox) for cfg in cfgs]
+    first = cfgs[0]
     trees, where = open_trees(cfgs, dict(zip(names, tasks)), SELECT[first.select], model)
     growing = [t for t in trees if not t.closed]
     if growing:
