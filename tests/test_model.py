@@ -452,8 +452,8 @@ def test_demonstrations_are_scored_can_be_imitated_and_have_the_texts_of_an_epis
     turns = read_mapping(PROJECT / "configs/grpo-cpu.yaml")["max_turns"]
     options = {"max_turns": turns, "prompts": AGENT_TEXTS}
     played = asyncio.run(play_once(env.Env(task, LOCAL), FakePolicy("hm"), **options))
-    read = {(e["system"], e["prompt"], e["turns"][0]["note"]) for e in episodes}
-    assert read == {(played.system, played.prompt, played.turns[0]["note"])}
+    read = {(e["system"], e["prompt"]) for e in episodes}  # notes depend on what was run
+    assert read == {(played.system, played.prompt)}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

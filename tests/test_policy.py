@@ -793,7 +793,7 @@ def test_a_model_that_the_first_step_of_the_engine_refuses_is_one_sentence(tmp_p
     """In a process of its own: an engine that ends takes the process groups of all others."""
     model = make_model(tmp_path, head_dim=16)
     script = PROJECT / "search.py"
-    flags = "--task titanic --backend local --nodes 1 --context 256 --max-reply-tokens 32".split()
+    flags = "--task titanic --backend local --nodes 1 --context 2048 --max-reply-tokens 32".split()
     done = python(script, *flags, "--model", model, "--prompts", PROJECT / TINY_TEXTS, cwd=tmp_path)
     assert done.returncode == 2
     last = done.stderr.splitlines()[-1]
