@@ -173,9 +173,11 @@ def imitate(policy, transcripts: list[dict], cfg: Config, run) -> None:
     for step, sequences in enumerate(batches(episodes, cfg)):
         if step < job.step:
             continue
-        began = time.perf_counter()
+        began, micro_tokens = time.perf_counter(), policy.micro_tokens
         loss = update(policy, optimizer, sequences)
         row = {"step": step, "loss": loss, "seconds": time.perf_counter() - began}
+        if policy.micro_tokens < micro_tokens:
+            row["micro_tokens"] = policy.micro_tokens
         checkpoint.write_step(policy, optimizer, job, row)
         rows.append(row)
         console.update_made(rows, cfg.updates)

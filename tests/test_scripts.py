@@ -203,6 +203,26 @@ def test_imitation_raises_the_probability_of_the_replies(policy, imitate, tmp_pa
     assert has_weights(policy, weights)
 
 
+def test_memory_that_runs_out_in_an_imitation_halves_its_passes(policy, imitate, monkeypatch):
+    """Its row says so, and the updates are those without the failure."""
+    episodes = [talk(0.78, f"submit {i}") for i in range(8)]
+    whole = imitate("whole", *episodes)
+    monkeypatch.setattr(policy, "micro_tokens", 80)
+    monkeypatch.setattr(policy, "room", policy.room)
+    calls, plain = [], policy.logprobs
+
+    def fails(batch, base=False):
+        calls.append(batch)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return plain(batch, base)
+
+    monkeypatch.setattr(policy, "logprobs", fails)
+    rows = imitate("halved", *episodes)
+    assert [row.get("micro_tokens") for row in rows] == [40, *[None] * 5]
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in whole], abs=1e-4)
+
+
 @pytest.mark.slow
 def test_a_search_becomes_a_policy_and_that_searches(tmp_path, tiny_model):
     """Although the imitation is killed once."""
