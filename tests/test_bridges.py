@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import tarfile
+import threading
 import time
 import tomllib
 from pathlib import Path
@@ -313,23 +314,56 @@ def test_ctrl_c_leaves_no_sandbox(tmp_path):
     assert not run.sandboxes()
 
 
+def kill_sandboxes(run: VfEval, asked: list) -> None:
+    """Kills what runs in the sandbox of the episode that has sent a request."""
+    assert run.wait(lambda: asked and run.sandboxes()) is None
+    for process in run.sandboxes():
+        process.kill()
+    asked.clear()
+
+
 @pytest.mark.slow
 @has_verifiers
 @pytest.mark.skipif(bool(missing("local")), reason=missing("local"))
-def test_a_broken_sandbox_is_replaced_once_and_then_an_error(tmp_path):
-    asked = []
-    with replying(asleep(asked)) as url:
+def test_a_sandbox_that_breaks_before_the_agents_first_command_is_replaced_once(tmp_path):
+    asked, killed = [], threading.Semaphore(0)
+
+    def answer(messages):
+        asked.append(messages)
+        killed.acquire()
+        return block("true")
+
+    with replying(answer) as url:
         run = VfEval(tmp_path, url, 1, "--env.agent.harness.sandbox.backend", LOCAL)
         for _ in range(2):
-            assert run.wait(lambda: asked and run.sandboxes()) is None
-            asked.clear()
-            for process in run.sandboxes():
-                process.kill()
+            kill_sandboxes(run, asked)
+            killed.release()
         [trace] = run.episodes()
     assert not trace["ok"]
     assert trace["stop_condition"] == "sandbox_error"
     assert trace["metrics"]["faults"] == 2
     assert not any(trace["rewards"].values())
+
+
+@pytest.mark.slow
+@has_verifiers
+@pytest.mark.skipif(bool(missing("local")), reason=missing("local"))
+def test_a_sandbox_that_breaks_during_a_command_is_the_agents_doing(tmp_path):
+    asked = []
+    with replying(asleep(asked)) as url:
+        run = VfEval(tmp_path, url, 1, "--env.agent.harness.sandbox.backend", LOCAL)
+        kill_sandboxes(run, asked)
+        [trace] = run.episodes()
+    assert trace["ok"] and not asked  # nothing is played again
+    assert trace["info"]["status"] == "crashed"
+    [reward] = trace["rewards"].values()
+    metrics = trace["metrics"]
+    assert (metrics["faults"], metrics["valid"], metrics["value"], reward["score"]) == (
+        0,
+        0,
+        -1,
+        -1,
+    )
 
 
 @pytest.mark.slow
