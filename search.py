@@ -246,8 +246,8 @@ async def list_ideas(t: Tree, node: Node, seed: str) -> list:
     parent = t.nearest_kept(node.parent)
     shown = None if parent is t.root else parent
     siblings = [child for child in t.nodes[node.parent].children if child is not node]
-    wanted = {"mode": node.sampling_mode, "k": k, "tau": cfg.tau}
-    request = requests.ask(t.prompts, about, shown, siblings, requests.tree_summary(t), **wanted)
+    wanted = {"about": about, "mode": node.sampling_mode, "k": k, "tau": cfg.tau}
+    request = requests.ask(t.prompts, t.task, shown, siblings, requests.tree_summary(t), **wanted)
     limit = cfg.tau if MODES[node.sampling_mode].below_tau else 1
     talk = []
     ideas = {}
@@ -280,7 +280,8 @@ class NodeEnv(env.Env):
 
     def __init__(self, t: Tree, node: Node, parents: list[Node]):
         limit = min(6000, t.cfg.model.context * 3 // 4)  # characters: a quarter of the context
-        message = requests.situation(t.prompts, node, parents, limit, requests.tree_summary(t))
+        summary = requests.tree_summary(t)
+        message = requests.situation(t.prompts, t.task, node, parents, limit, summary)
         super().__init__(t.task, t.cfg.sandbox, node.seed, message, ends_at_score=True)
         self.tree = t
         self.parents = parents

@@ -28,6 +28,7 @@ from flatlab.task.builtin import builtin_names, load_builtin
 from flatlab.task.definition import PROXY, TASKS_DIR, last_json_object, parse_grade
 from flatlab.task.grading import Score
 from flatlab.task.sanity import trivial_rules
+from flatlab.task.value import validation_text
 from flatlab.world.actions import score_sentence
 from helpers import LARGE, WRONG, FakePolicy, block, copy_of, play_once, run_csv_grader, slow
 from tasks import load_task
@@ -574,16 +575,38 @@ def test_no_bytes_in_an_artefact_raise(name, backend):
         assert world.step(block("validate")).status == "validate"
 
 
-@attack("four validations that tell a hidden label, through the digits of a score")
-@pytest.mark.parametrize("metric", ["r2", "rmse"])
-@pytest.mark.parametrize("guess", [1e6, -1e6])
-def test_what_validate_shows_tells_no_label(metric, guess):
-    """One prediction far off makes nearly all of the error, so that the digits are its answer."""
+def answers_of(task, part):
+    rows = csv.DictReader(task.hidden["answers.csv"].open())
+    return [float(row["progression"]) for row in rows if row["part"] == part]
+
+
+# Predictions for one row: labels are from 25 to 346, and the other predictions are 150
+FAR = [sign * size for size in (100, 300, 500, 1e3, 2e3, 1e4, 1e6, 1e9) for sign in (1, -1)]
+
+
+@attack("validations that tell a hidden label, through the digits of a score")
+@pytest.mark.parametrize("metric", ["r2", "rmse", "mae"])
+def test_what_validate_shows_tells_no_label(metric):
+    """An agent that knows all other answers, and moves the prediction of one row.
+
+    A validation cuts the range of the answers into intervals in which it shows the same, and n
+    validations cut it at most n times as often. With four digits, nearly each of the 41 answers
+    that are tried here was in an interval of its own.
+    """
     task = replace(load_task("diabetes"), metric=metric)
-    value = grade_csv.METRICS[metric][0]([*range(100, 200), 202], [*[150.0] * 100, guess])
-    shown = score_sentence(Score(value, metric, "validation", True, ""), task).split()[2]
-    assert float(shown) == pytest.approx(value, rel=1e-3)
-    assert len(shown.strip("-0").replace(".", "")) <= 4
+    score_of = grade_csv.METRICS[metric][0]
+    known = answers_of(task, "validation")[1:]
+    answers = range(25, 347, 8)
+    for guess in FAR:
+        predicted = [guess, *[150.0] * len(known)]
+        shown = set()
+        for answer in answers:
+            error = grade_csv.standard_error(score_of, [answer, *known], predicted)
+            value = score_of([answer, *known], predicted)
+            score = Score(value, metric, "validation", True, "", stderr=error)
+            shown.add(score_sentence(score, task))
+            assert float(validation_text(value, task, error)) == pytest.approx(value, abs=error)
+        assert len(shown) <= 16, guess
 
 
 def secrets(task):

@@ -424,8 +424,9 @@ def test_it_solves_the_tasks_with_the_prompts_of_today(tiny_policy, name):
 @pytest.mark.parametrize("mode", ["uniform", "tail", "sequence"])
 def test_it_lists_strategies_when_a_search_asks(tiny_policy, mode, name):
     texts = load_prompts(TINY_TEXTS)
-    about = requests.task_text(texts, load_task(name), {})
-    question = requests.ask(texts, about, None, [], mode=mode, k=5, tau=0.1)
+    task = load_task(name)
+    about = requests.task_text(texts, task, {})
+    question = requests.ask(texts, task, None, [], about=about, mode=mode, k=5, tau=0.1)
     tokens = tiny_policy.render([{"role": "user", "content": question}])
     replies = for_each_seed(lambda seed: tiny_policy.sample(tokens, 160, seed))
     usable = sum(len(requests.parse(reply.text)[0]) >= 3 for reply in replies)

@@ -73,9 +73,9 @@ def node_of(id, **more):
 
 
 NODES = [
-    node_of("0.0", idea="ridge", score=0.7, improvement=0.2, code=CODE, **VALID),
+    node_of("0.0", idea="ridge", score=0.7012, improvement=0.2, code=CODE, **VALID),
     node_of("0.1", idea="a forest", error=ERROR, **FAILED),
-    node_of("0.2", score=0.75, improvement=0.5, **VALID),
+    node_of("0.2", score=0.7546, improvement=0.5, **VALID),
     node_of("0.1.0", idea="a forest", **FAILED),
     node_of("0.0.1", idea="knn", status="submit", error=ERROR),  # its files are being written
 ]
@@ -87,15 +87,17 @@ def test_the_requests_of_a_search_are_the_recorded_ones(file):
     good, bad, plain, repair, running = NODES
     finished = [good, bad, plain, repair]
     tree = SimpleNamespace(cfg=SimpleNamespace(scope="global"), prompts=asked, finished=finished)
+    tree.task = TITANIC
     summary = requests.tree_summary(tree)
     said = {"more": asked.fill("more", k=2), "summary": summary}
     for mode in ("uniform", "tail", "local", "sequence"):
-        for what, *about in (
+        wanted = {"mode": mode, "k": 5, "tau": 0.1}
+        for what, *nodes in (
             ("root", None, [good, bad, plain, repair, running]),
             ("child", good, [], summary),
             ("failed parent", bad, [repair]),
         ):
-            request = requests.ask(asked, "The task.", *about, mode=mode, k=5, tau=0.1)
+            request = requests.ask(asked, TITANIC, *nodes, about="The task.", **wanted)
             said[f"ask {mode}, {what}"] = request
     for op, parents, *notes in (
         ("draft", [], "A note.\nAnother."),
@@ -104,8 +106,28 @@ def test_the_requests_of_a_search_are_the_recorded_ones(file):
         ("crossover", [plain, bad], "A note."),
     ):
         node = node_of("0.3", op=op, idea="ridge")
-        said[f"situation, {op}"] = requests.situation(asked, node, parents, 600, *notes)
+        said[f"situation, {op}"] = requests.situation(asked, TITANIC, node, parents, 600, *notes)
     assert said == RECORDED["search"]
+
+
+def test_no_request_shows_more_of_a_score_than_validate():
+    asked = prompts.load_prompts(AGENT_TEXTS)
+    task = replace(TITANIC, metric="r2")
+    node = node_of("0.0", idea="ridge", score=0.45678, stderr=0.06, improvement=0.2, **VALID)
+    tree = SimpleNamespace(cfg=SimpleNamespace(scope="global"), prompts=asked, finished=[node])
+    tree.task = task
+    wanted = {"about": "", "mode": "tail", "k": 5, "tau": 0.1}
+    turn = {"action": "", "reply": "", "observation": "", "status": "ok", "stderr": 0.06}
+    world = Env(replace(task, artefacts=("data/",)), LOCAL)
+    for text in (
+        requests.tree_summary(tree),
+        requests.ask(asked, task, node, [], **wanted),
+        requests.ask(asked, task, None, [node], **wanted),
+        requests.situation(asked, task, node_of("0.0.0"), [node], 600),
+        requests.situation(asked, task, node_of("0.0.0"), [node, node], 600),
+        prompts.note(OPTIONS, world, [turn | {"score": 0.45678}], 5, 1790),
+    ):
+        assert "0.46" in text and "0.45" not in text
 
 
 # ------------------------------------------------------------------ what an agent reads
@@ -242,7 +264,7 @@ def test_a_note_tells_what_is_left_and_the_best_score():
     lower = replace(TITANIC, higher_is_better=False, baseline=1.0, reference=0.1)
     scores = [0.25, None, 0.5]
     turn = {"action": "", "reply": "", "observation": "", "status": "ok"}
-    turns = [turn | {"score": score} for score in scores]
+    turns = [turn | {"score": score, "stderr": 0.02} for score in scores]
     world = Env(replace(lower, artefacts=("data/",)), LOCAL)
     assert "so far: 0.2500" in prompts.note(OPTIONS, world, turns, 5, 1790)
 

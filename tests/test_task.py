@@ -34,7 +34,7 @@ from flatlab.task.definition import TASKS_DIR, Task, last_json_object, parse_gra
 from flatlab.task.machine import open_sandbox
 from flatlab.task.mlgym import mlgym_names
 from flatlab.task.sanity import check_grader, csv_rules, degenerate
-from flatlab.task.value import improvement, score_at, score_text, value_of
+from flatlab.task.value import improvement, score_at, score_text, validation_text, value_of
 from flatlab.world.episode import step_record
 from helpers import (
     LOCAL,
@@ -271,6 +271,26 @@ def test_a_score_of_any_size_is_kept_whole(tmp_path):
 def test_a_score_is_shown_with_four_digits_of_its_scale(baseline, reference, score, texts):
     task = SimpleNamespace(baseline=baseline, reference=reference, higher_is_better=False)
     assert f"{score_text(baseline, task)} {score_text(score, task)}" == texts
+
+
+@pytest.mark.parametrize(
+    "error, other, text",
+    [
+        (2.1, {}, "54"),
+        (0.08, {}, "54.32"),
+        (1e-9, {}, "54.321"),
+        (30, {}, "50"),
+        (4e4, {}, "0"),
+        (0, {}, "54.321"),
+        (None, {}, "54.3"),
+        (None, {"splits": ("exact",)}, "54.321"),
+        (2.1, {"metric": "accuracy"}, "54.321"),
+    ],
+)
+def test_an_agent_reads_a_score_to_the_first_digit_of_its_standard_error(error, other, text):
+    facts = {"baseline": 60, "reference": 52, "higher_is_better": False, "metric": "rmse"}
+    task = SimpleNamespace(**facts | {"splits": ("validation", "test")} | other)
+    assert validation_text(54.3210123, task, error) == text
 
 
 @pytest.mark.parametrize(

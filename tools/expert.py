@@ -421,7 +421,7 @@ def request(rng: random.Random, world: World, kind: str, words: str, program: st
         node.idea = ""
     if parents:
         prompt = parents[0].prompt_of_child
-    situation = requests.situation(load_prompts(PROMPTS), node, parents, 1500)
+    situation = requests.situation(load_prompts(PROMPTS), world.task, node, parents, 1500)
     return f"{prompt}\n\n{situation}"
 
 
@@ -460,7 +460,8 @@ def list_strategies(rng: random.Random, world: World) -> list[tuple[str, str]]:
             lines.append(f"Probability: {probability:.2f}")
     texts = load_prompts(PROMPTS)
     about = requests.task_text(texts, world.task, {})
-    question = requests.ask(texts, about, parent, siblings, mode=mode, k=k, tau=0.1)
+    wanted = {"about": about, "mode": mode, "k": k, "tau": 0.1}
+    question = requests.ask(texts, world.task, parent, siblings, **wanted)
     return [("user", question), ("assistant", "\n".join(lines))]
 
 

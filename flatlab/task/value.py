@@ -11,7 +11,7 @@ grows, but stays below 2, so that one submission cannot outweigh many failures i
 A `task` is anything with baseline, higher_is_better and reference.
 """
 
-from math import ceil, log10
+from math import ceil, floor, log10
 from statistics import fmean
 
 from flatlab.numbers import BEST_OF, expected_best, plus_minus, standard_error
@@ -42,8 +42,7 @@ def score_at(reached: float, task) -> float:
 
 def places(score: float, task=None, least: int = 4) -> int:
     """Decimals of a score: four digits of its distance from the baseline, or of unit() if that is
-    more. So what an agent reads tells little about a single answer. Without a task, four digits of
-    the score, and at least `least` decimals.
+    more. Without a task, four digits of the score, and at least `least` decimals.
     """
     size = max(abs(unit(task)), abs(score - task.baseline)) if task else abs(score) or 1
     digits = 4 - ceil(log10(size))
@@ -51,9 +50,30 @@ def places(score: float, task=None, least: int = 4) -> int:
 
 
 def score_text(score: float, task=None, least: int = 4) -> str:
-    """A score as people and agents read it, see places."""
-    digits = places(score, task, least)
+    """A score as people read it, see places."""
+    return rounded(score, places(score, task, least))
+
+
+def rounded(score: float, digits: int) -> str:
     return f"{round(score, digits):z.{max(0, digits)}f}"
+
+
+COUNTED = {"accuracy"}  # metrics in which each row is right or wrong, so none can outweigh others
+
+
+def validation_text(score: float, task, stderr: float | None) -> str:
+    """A score as an agent reads it: at most as in score_text, and its last digit is the first one
+    of its standard error. With more, one prediction far off would spell out a hidden answer.
+
+    A COUNTED metric keeps its digits. Without a standard error, a task of several parts loses two.
+    """
+    digits = places(score, task)
+    if task.metric not in COUNTED:
+        if stderr:
+            digits = min(digits, -floor(log10(stderr)))
+        elif stderr is None and len(task.splits) > 1:
+            digits -= 2
+    return rounded(score, digits)
 
 
 def value_of(reached: float | None) -> float:

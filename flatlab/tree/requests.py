@@ -1,8 +1,8 @@
 """Requests of a search to the model, and the parser of the replies. The prompts are in
 configs/prompts/.
 
-A `node` is a search node or anything with the same fields (idea, score, op, valid, ended, code,
-error, decision); `prompts` are the Prompts of the file.
+A `node` is a search node or anything with the same fields (idea, score, stderr, op, valid, ended,
+code, error, decision); `prompts` are the Prompts of the file.
 """
 
 import copy
@@ -40,17 +40,17 @@ def task_text(
     return prompts.fill("about", task=task, **facts)
 
 
-def ask(prompts, about: str, parent, siblings: list, summary: str = "", **wanted) -> str:
+def ask(prompts, task: Task, parent, siblings: list, summary: str = "", **wanted) -> str:
     """The request for strategies for a child of `parent`, None for the root.
 
-    siblings: the other children of the parent. wanted: mode, k, tau.
+    siblings: the other children of the parent. wanted: about (the text of the task), mode, k, tau.
     """
     tried = [node for node in siblings if node.idea][-SIBLINGS:]
     wanted |= {"summary": summary, "parent": parent, "tried": tried}
-    return prompts.fill("strategies", about=about, **wanted)
+    return prompts.fill("strategies", task=task, **wanted)
 
 
-def situation(prompts, node, parents: list, limit: int, summary: str = "") -> str:
+def situation(prompts, task: Task, node, parents: list, limit: int, summary: str = "") -> str:
     """Text that a node is told after the task. Its strategy is the last line.
 
     parents: the nodes it builds on (none for a draft); of their code and errors it is shown at most
@@ -64,7 +64,8 @@ def situation(prompts, node, parents: list, limit: int, summary: str = "") -> st
         parent.error = clip(parent.error, share)
         shown.append(parent)
     phase = node.decision.get("phase")
-    return prompts.fill("node", summary=summary, parents=shown, node=node, phase=phase)
+    facts = {"summary": summary, "parents": shown, "node": node, "phase": phase}
+    return prompts.fill("node", task=task, **facts)
 
 
 def tree_summary(t) -> str:
@@ -76,6 +77,7 @@ def tree_summary(t) -> str:
     failed = [node for node in nodes if not node.valid]
     return t.prompts.fill(
         "summary",
+        task=t.task,
         count=len(nodes),
         failed=len(failed),
         best_and_worst=[*scored[-3:][::-1], *scored[:-3][:2]],

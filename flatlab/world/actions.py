@@ -7,7 +7,7 @@ from flatlab.numbers import counted
 from flatlab.sandbox.client import Result
 from flatlab.task.definition import Task
 from flatlab.task.grading import Score
-from flatlab.task.value import score_text
+from flatlab.task.value import score_text, validation_text
 from flatlab.world.blocks import extract_action
 
 LIBRARIES = ("/site-packages/", "/dist-packages/", '.pyx", ', '.pxi", ')  # in a line of a frame
@@ -90,8 +90,8 @@ def score_sentence(score: Score, task: Task) -> str:
     """Text that the agent sees after `validate`."""
     if not score.valid:
         return f"No score: {score.message}"
-    value = f"{score.split} {score.metric}: {score_text(score.value, task)}"
+    value = f"{score.split} {score.metric}: {validation_text(score.value, task, score.stderr)}"
     text = f"{value} (baseline {score_text(task.baseline, task)}, {task.direction})"
     if score.position is not None:  # a competition with leaderboards
-        text += f"\nposition: {score.position:.4f} (share of the leaderboards that is not better)"
+        text += f"\nposition: {score.position:.1f} (share of the leaderboards that is not better)"
     return text

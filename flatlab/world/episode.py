@@ -400,6 +400,7 @@ def step_record(step) -> dict:
         "observation": step.observation,
         "status": step.status,
         "score": step.score.value if step.score else None,
+        "stderr": step.score.stderr if step.score else None,
         "grader_output": step.score.grader_output if step.score else "",
         "seconds_env": step.seconds,
     }

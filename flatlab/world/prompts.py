@@ -15,7 +15,7 @@ from flatlab.files import content_key, read_mapping, usable
 from flatlab.numbers import counted
 from flatlab.task.definition import Task
 from flatlab.task.machine import software_of
-from flatlab.task.value import score_text
+from flatlab.task.value import score_text, validation_text
 
 ROOT = Path(__file__).resolve().parents[2]
 AGENT = "configs/prompts/agent.yaml"
@@ -41,10 +41,10 @@ FACTS = {
     "limits": f"task {MACHINE}",
     "note": "task turns_left minutes_left best missing repeated turn",
     "about": "task files limits nodes_left nodes",
-    "strategies": "about summary parent tried mode k tau",
+    "strategies": "task about summary parent tried mode k tau",
     "more": "k",
-    "node": "summary parents node phase",
-    "summary": "count failed best_and_worst latest_failures",
+    "node": "task summary parents node phase",
+    "summary": "task count failed best_and_worst latest_failures",
 }
 
 
@@ -63,6 +63,7 @@ class Prompts:
         )
         jinja.globals["counted"] = counted
         jinja.globals["score_text"] = score_text
+        jinja.globals["validation_text"] = validation_text
         texts = read_mapping(path)
         self.digest = content_key(path)
         if different := set(texts) ^ set(FACTS):
@@ -191,7 +192,7 @@ def note(options, env, turns: list[dict], turns_left: int, seconds_left: float) 
     The time is rounded to minutes, so episodes of equal actions read the same texts unless one of
     them is slower by about a minute. Waits for the sandbox.
     """
-    scores = [turn["score"] for turn in turns if turn["score"] is not None]
+    scored = [turn for turn in turns if turn["score"] is not None]
     best = max if env.task.higher_is_better else min
     texts = load_prompts(options.prompts)
     asks = "missing" in texts.uses["note"]  # which takes a call to the sandbox
@@ -200,7 +201,7 @@ def note(options, env, turns: list[dict], turns_left: int, seconds_left: float) 
         task=env.task,
         turns_left=turns_left,
         minutes_left=round(seconds_left / 60),
-        best=best(scores, default=None),
+        best=best(scored, key=lambda turn: turn["score"], default=None),
         missing=missing(env) if asks else [],
         repeated=repeated(turns),
         turn=turns[-1],
