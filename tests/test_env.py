@@ -394,7 +394,7 @@ def test_validate_grades_in_a_fresh_sandbox_and_equal_artefacts_once(world, monk
     step = do(world, "validate")
     assert step.status == "validate"
     assert step.score == Score(2.0, "hits", "validation", True, "")
-    assert step.observation == "validation hits: 2.000 (baseline 0.000, higher is better)"
+    assert step.observation == "validation hits: 2.0 (baseline 0.000, higher is better)"
     assert world.score("test") == Score(1.0, "hits", "test", True, "")
     monkeypatch.setattr(world, "make_sandbox", lambda: pytest.fail("graded again"))
     assert world.score() == step.score

@@ -784,6 +784,12 @@ def test_wrong_fields_of_a_models_config_are_named():
                 check_fields(whole | {name: value}, "c")
     with user_error("^c: .*n_positions"):
         check_fields(whole | {"text_config": {"n_positions": "x"}}, "c")
+    for name, value in product(("rms_norm_eps", "rope_theta"), (math.nan, math.inf, 0, -1, "x")):
+        for change in ({name: value}, {"rope_parameters": {"full_attention": {name: value}}}):
+            with user_error(f"^c: {name}: Input should be .*, not '?{value}'?.$"):
+                check_fields(whole | change, "c")
+            with user_error(f"^c: {name}: Input should be"):
+                check_fields(whole | {"text_config": change}, "c")
     check_fields({"model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_layer": 2}, "c")
     check_fields({"model_type": "gemma3", "text_config": {"hidden_size": 8}}, "c")
 
