@@ -28,7 +28,8 @@ SHORT = {
     "ahead": "--steps 1 --only ahead1 --waits even",
     "growth": "--count 30 --only bfs,training",
     "engine": "--steps 1 --only eager",
-    "gpu": "",
+    # without the parts that differ on a GPU alone, and without the preset, which is tested below
+    "gpu": "--only decode,update,stream,passes,lengths,sync,prompts,decode-plain,decode-folded",
     "sync": "--steps 1",
     "objectives": "--steps 1 --seeds 0 --only titanic-dapo --flags '--groups 1 --eval-episodes 2'",
     "search": "--seeds 0,1 --only titanic,tail --flags '--tokens 100'",
@@ -135,11 +136,6 @@ def test_every_update_fits_on_a_card_of_80_gb():
     assert needed(0, 8) > 79
 
 
-def test_a_step_of_the_optimizer_is_measured_without_a_backward_pass(monkeypatch):
-    monkeypatch.setattr(gpu_check, "one_update", None)
-    assert [row[0] for row in gpu.optimizer()] == ["AdamW, fused", "AdamW, not fused"]
-
-
 def test_rows_are_read_while_they_are_written(tmp_path):
     code = (
         "import sys; file = open('rows', 'a'); print('{\"step\": 0}\\n{\"st', file=file, end='',"
@@ -156,7 +152,7 @@ def test_rows_are_read_while_they_are_written(tmp_path):
 @pytest.mark.slow
 def test_a_step_of_the_preset_learns():
     """Though its random model submits nothing."""
-    rows = [*gpu.preset(0)]
+    rows = [*gpu.preset()]
     assert [what for what, *_ in rows] == [f"step {n} of the preset, --ahead 0" for n in (0, 1)]
     assert all("grad_norm " in note and "seconds_train " in note for *_, note in rows), rows
 
@@ -167,14 +163,17 @@ def test_the_parts_of_a_call_end_within_its_limit_and_have_one_key_of_the_compil
     preset = read_mapping(PROJECT / "configs/grpo-80gb.yaml")
     sizes = gpu.RANK, gpu_check.REQUESTS, gpu.CONTEXT
     assert sizes == (preset["lora_rank"], preset["concurrency"], preset["context"])
-    first = [gpu.PARTS[name] for name in gpu.CALLS["first"].split(",")]
-    assert sum(limit for _, limit, _ in first) <= 600
-    assert not any(environment for *_, environment in first)
+    assert sum(limit for _, limit, _ in gpu.FIRST.values()) <= 600
+    assert not any(environment for *_, environment in gpu.FIRST.values())
     monkeypatch.setattr(gpu, "run_part", lambda name: [(name, "1 s", "")])
-    _, rows = gpu.gpu(SimpleNamespace(only="second"))
-    assert [what for what, *_ in rows] == gpu.CALLS["second"].split(",")
-    with pytest.raises(SystemExit, match="there is no strat; there are start, start-again"):
-        gpu.gpu(SimpleNamespace(only="start,strat"))
+
+    def names(only):
+        return [what for what, *_ in gpu.gpu(SimpleNamespace(only=only))[1]]
+
+    assert names("first") + names("second") == names("") == [*gpu.PARTS]
+    assert names("sync,update") == ["sync", "update"]
+    with pytest.raises(SystemExit, match="there is no decod; there are decode, update"):
+        names("sync,decod")
 
 
 def test_a_random_model_that_was_cut_is_made_again(tmp_path, monkeypatch):

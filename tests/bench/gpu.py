@@ -1,8 +1,8 @@
 """The section `gpu`: experiments on a GPU that is lent, by parts in processes of their own.
 
-    python tests/bench gpu --only first             ten minutes, see CALLS
+    python tests/bench gpu --only first             ten minutes
     python tests/bench gpu --only second            what is left
-    python tests/bench gpu --only update,decode     some of PARTS
+    python tests/bench gpu --only update,decode     some of the parts
     python -m bench.gpu PART                        one part in this process, a line per result
 
 Each mend of the trainer is switched off and on, alone and together. A line is printed as a result
@@ -16,7 +16,7 @@ the key of vLLM's compile cache, so the first part compiles for the others.
 import asyncio
 import contextlib
 import gc
-import importlib.util
+import importlib
 import json
 import os
 import random
@@ -52,7 +52,6 @@ BOUNDS = {
     "first start": ("goal 60 s", "119 s"),
     "second start": ("goal 25 s", "not measured"),
     "difference of log-probs": ("goal 0.05 nats", "0.031 to 0.035 nats"),
-    "step of TRL": ("goal 2 x ours", "not measured"),
 }
 
 
@@ -61,7 +60,8 @@ BOUNDS = {
 
 def gpu(args):
     """Runs the parts one after the other, each in a process of its own."""
-    names = CALLS.get(args.only, args.only).split(",") if args.only else [*PARTS]
+    calls = {"": PARTS, "first": FIRST, "second": SECOND}
+    names = [*calls.get(args.only, args.only.split(","))]
     if unknown := {*names} - {*PARTS}:
         raise SystemExit(f"--only: there is no {', '.join(unknown)}; there are {', '.join(PARTS)}")
     rows = []
@@ -459,45 +459,6 @@ def passes():
             yield what, f"{seconds:.3f} s", tokens
 
 
-def optimizer():
-    """A step of AdamW as one kernel and by torch's own choice."""
-    import torch
-
-    trainer = bare_trainer()
-    for p in trainer.parameters():
-        p.grad = torch.rand_like(p)
-    for name, is_fused in (("fused", True), ("not fused", None)):
-        adamw = torch.optim.AdamW(trainer.parameters(), 1e-5, fused=is_fused)
-        for _ in range(2):
-            begin = time.perf_counter()
-            adamw.step()
-            trainer.parameters()[-1].sum().item()
-            seconds = time.perf_counter() - begin
-        yield f"AdamW, {name}", f"{1000 * seconds:.1f} ms", f"{len(trainer.parameters())} tensors"
-
-
-def checkpoint():
-    """Writing the 66 million numbers of an adapter of rank 32 for Qwen3-4B and their two moments,
-    which goes on while the next step samples.
-    """
-    import torch
-
-    from flatlab.files import save_tensors, to_disk
-
-    shape = 504, 131_072  # as many tensors
-    device = size_of("cuda", "cpu")
-    moments = [torch.rand(2, shape[1], device=device) for _ in range(shape[0])]
-    with tempfile.TemporaryDirectory(dir=".") as folder:  # /tmp may be in memory
-        for name in ("first", "second"):
-            begin = time.perf_counter()
-            for part in ("adapter", "moments"):
-                content = [m[0].clone() for m in moments] if part == "adapter" else moments
-                save_tensors(content, Path(folder, part))
-                to_disk(Path(folder, part))
-            seconds = time.perf_counter() - begin
-            yield f"writing a checkpoint, {name}", f"{seconds:.2f} s", "0.79 GB"
-
-
 def stream(own: bool):
     """Engine steps beside updates in the trainer's thread, on two CUDA streams or on one."""
     import torch
@@ -510,7 +471,9 @@ def stream(own: bool):
         # The engine keeps the stream that it finds; vLLM's import takes note of it.
         importlib.import_module("vllm.utils.torch_utils")
         torch.cuda.set_stream(torch.cuda.default_stream())
-    policy = make_policy()
+    name = "a stream of the engine's own" if own else "one stream"
+    policy, row = started(f"second start, {name}")
+    yield row
     batch = check.update_batch(policy)
     steps, plain_step = [], policy.step_engine
 
@@ -544,7 +507,6 @@ def stream(own: bool):
         note += f"{both / (count * learn + alone):.2f} of taking turns"
         return f"{1000 * median(steps or [0]):.1f} ms", note
 
-    name = "a stream of the engine's own" if own else "one stream"
     yield f"engine step beside updates, {name}", *asyncio.run(go())
     found = asyncio.run(policy.verify())["random adapter"]
     yield (
@@ -562,9 +524,22 @@ async def sample_all(policy, number: int) -> list:
     return await asyncio.gather(*requests)
 
 
-def decode():
-    """Decoding steps with the adapter, with and without log-probs."""
-    policy = make_policy(trains=False)
+def started(what: str, **options) -> tuple:
+    """A policy and the row of its start; vLLM's own cache is empty on a bare machine."""
+    from vllm.compilation.counter import compilation_counter
+
+    model_path()
+    begin = time.perf_counter()
+    policy = make_policy(**options)
+    seconds = time.perf_counter() - begin
+    loaded = compilation_counter.num_aot_artifacts_loaded
+    return policy, (what, f"{seconds:.1f} s", f"{loaded} artifacts from the cache")
+
+
+def decode(start: str):
+    """A start, and decoding steps with the adapter, with and without log-probs."""
+    policy, row = started(start, trains=False)
+    yield row
     prompts = prompts_of(policy)
     yield decode_row("decode with the adapter", policy.engine, prompts)
     yield decode_row("the same without log-probs", policy.engine, prompts, logprobs=None)
@@ -605,29 +580,7 @@ def decode_folded():
 
 
 def decode_plain():
-    """The same without an adapter: the bound."""
-    yield decode_row("decode without an adapter", *other_engine(model_path()))
-
-
-def decode_vllm_lora():
-    """The same with vLLM's own LoRA, which reads the adapter from files."""
-    from transformers import AutoModelForCausalLM
-    from vllm.lora.request import LoRARequest
-
-    from flatlab.model.path import resolve_model
-    from policy import Trainer
-
-    model = model_path()
-    base = AutoModelForCausalLM.from_pretrained(resolve_model(model).base)
-    with tempfile.TemporaryDirectory() as folder:
-        Trainer(base, dict(LORA), 1.0).save(folder)
-        engine, prompts = other_engine(model, enable_lora=True, max_lora_rank=RANK, max_loras=1)
-        adapter = LoRARequest("adapter", 1, folder)
-        yield decode_row("decode, vLLM's own LoRA", engine, prompts, adapter=adapter)
-
-
-def other_engine(model: str, **lora) -> tuple:
-    """vLLM without our linear method, and prompts for it."""
+    """The same by vLLM without our linear method and without an adapter: the bound."""
     import torch
     from transformers import AutoConfig
     from vllm import EngineArgs, LLMEngine
@@ -642,7 +595,7 @@ def other_engine(model: str, **lora) -> tuple:
     if check.has_gpu():
         torch._dynamo.config.disable = False
         options = gpu_engine_options(check.REQUESTS)
-    base = resolve_model(model).base
+    base = resolve_model(model_path()).base
     config = AutoConfig.from_pretrained(base).get_text_config()
     episode = int(memory.TYPICAL_EPISODE * check.CONTEXT)
     arguments = EngineArgs(
@@ -655,9 +608,9 @@ def other_engine(model: str, **lora) -> tuple:
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
         **options,
-        **lora,
     )
-    return LLMEngine.from_engine_args(arguments), prompts_of(ChatTokens(base))
+    engine = LLMEngine.from_engine_args(arguments)
+    yield decode_row("decode without an adapter", engine, prompts_of(ChatTokens(base)))
 
 
 def prompts_of(policy) -> list:
@@ -770,17 +723,6 @@ def sync():
     yield "difference of log-probs", f"{found.mean:.2g} nats", note
 
 
-def start(name: str):
-    """A start with vLLM's own cache, which is empty on a bare machine."""
-    from vllm.compilation.counter import compilation_counter
-
-    model_path()
-    begin = time.perf_counter()
-    make_policy(trains=False)
-    loaded = compilation_counter.num_aot_artifacts_loaded
-    yield name, f"{time.perf_counter() - begin:.1f} s", f"{loaded} artifacts from the cache"
-
-
 # A random model submits nothing, and equal rewards teach nothing.
 REWARDED = f"""
 import sys
@@ -791,7 +733,7 @@ grpo.main()
 """
 
 
-def preset(ahead: int):
+def preset():
     """Two steps of the preset for 80 GB with short episodes and rewards by number; on a CPU of
     smaller groups of the stand-in.
     """
@@ -800,7 +742,7 @@ def preset(ahead: int):
         "--model tiny --groups 1 --group-size 4 --context 2048".split(),
     )
     flags += size_of("--max-turns 4 --max-reply-tokens 256", "--max-turns 2").split()
-    flags += f"--task titanic --steps 2 --eval-episodes 0 --ahead {ahead} --name bench".split()
+    flags += "--task titanic --steps 2 --eval-episodes 0 --ahead 0 --name bench".split()
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
         Path(folder, "rewarded.py").write_text(REWARDED)
         process = subprocess.Popen(
@@ -815,7 +757,7 @@ def preset(ahead: int):
             keys = [f"seconds_{key}" for key in keys]
             keys += ["grad_norm", "memory_gb", "logprob_diff_mean"]
             note = ", ".join(f"{key} {row[key]:.3g}" for key in keys if key in row)
-            what = f"step {row['step']} of the preset, --ahead {ahead}"
+            what = f"step {row['step']} of the preset, --ahead 0"
             yield what, f"{row['seconds']:.1f} s", note
         if process.returncode:
             errors.seek(0)
@@ -833,56 +775,32 @@ def rows_as_written(path: Path, process):
         count = len(lines)
 
 
-def trl():
-    """A step of TRL with vLLM in its process beside ours, in the same shape."""
-    if not importlib.util.find_spec("trl"):
-        yield "step of TRL", "skipped", "pip install trl, in a copy of the environment"
-        return
-    command = [sys.executable, PROJECT / "tests/bench", "train", "--only", "ours,vllm"]
-    command += ["--steps", "1", *size_of(["--gpu", "--model", model_path()], [])]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
-    if done.returncode:
-        raise RuntimeError(last_error(done.stderr))
-    for line in done.stdout.splitlines():
-        cells = line.strip("| ").split(" | ")
-        if len(cells) == 3 and "in its process" in line:
-            yield f"step of TRL beside ours: {cells[0]}", *cells[1:]
-
-
 # A cache of its own: the key does not know that the code of a layer is replaced.
 CACHE = {"VLLM_CACHE_ROOT": f"{tempfile.gettempdir()}/flatlab-bench-{os.getpid()}"}
 # vLLM in the process of a part, where the profiler sees it
 ALONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "CRITICAL"}
 V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}  # is in the key of the cache, so it compiles
-# name -> (generator, limit in seconds, environment), in the order of what is learned a minute. The
-# first start compiles (about 110 s) and makes the model (20 s); so do other engines than ours.
-PARTS = {
-    "start": (partial(start, "first start"), 160, {}),
-    "start-again": (partial(start, "second start"), 50, {}),
+# name -> (generator, limit in seconds, environment), in the order of what is learned a minute:
+# FIRST for a command of ten minutes, SECOND for another one on the same machine. The first start
+# compiles (about 110 s) and makes the model (20 s); so do other engines than ours.
+FIRST = {
+    "decode": (partial(decode, "first start"), 210, {}),
     "update": (update, 100, {}),
-    "stream": (partial(stream, own=True), 55, {}),
-    "one-stream": (partial(stream, own=False), 55, {}),
-    "decode": (decode, 50, {}),
-    "preset": (partial(preset, 0), 95, {}),
-    "passes": (passes, 35, {}),
+    "stream": (partial(stream, own=True), 65, {}),
+    "one-stream": (partial(stream, own=False), 65, {}),
+    "preset": (preset, 120, {}),
+    "passes": (passes, 40, {}),
+}
+SECOND = {
     "lengths": (lengths, 60, {}),
     "sync": (sync, 60, {}),
     "prompts": (partial(prompts, graphs=True), 60, {}),
     "prompts-no-graphs": (partial(prompts, graphs=False), 150, {}),
     "decode-plain": (decode_plain, 150, ALONE),
-    "decode-v1": (decode, 150, V1),
+    "decode-v1": (partial(decode, "first start, V1"), 150, V1),
     "decode-folded": (decode_folded, 170, CACHE),
-    "optimizer": (optimizer, 40, {}),
-    "preset-ahead": (partial(preset, 2), 120, {}),
-    "decode-vllm-lora": (decode_vllm_lora, 200, ALONE),
-    "trl": (trl, 300, {}),
-    "checkpoint": (checkpoint, 120, {}),
 }
-# The parts of one command of ten minutes, and of a second one on the same machine.
-CALLS = {
-    "first": "start,start-again,update,stream,one-stream,decode,preset,passes",
-    "second": "lengths,sync,prompts,prompts-no-graphs,decode-plain,decode-v1,decode-folded",
-}
+PARTS = FIRST | SECOND
 
 
 def main(name: str) -> None:
