@@ -64,9 +64,9 @@ class Config(options.RunOptions):
 async def evaluate(policy, tasks: list, numbers: list[int], cfg: Config, run) -> None:
     """Plays the episodes of these numbers that are not stored yet, and records each as it ends."""
     slots = asyncio.Semaphore(cfg.concurrency)
-    played = stored_rows(run)
+    rows = stored_rows(run)
     begun = time.monotonic()
-    before = len(played)
+    before = len(rows)
     earlier = run.result.get("seconds", 0)
 
     async def one(number: int) -> None:
@@ -82,21 +82,21 @@ async def evaluate(policy, tasks: list, numbers: list[int], cfg: Config, run) ->
             episode.packed = b""  # tokens of an endpoint are not the model's
         episode.id = episode.when = f"{number}"
         run.save_episodes(episode.when, [episode])
-        played[number] = episode.row()
+        rows[number] = episode.row()
         spent = time.monotonic() - begun
-        statuses = [row["status"] for row in played.values()]
+        statuses = [row["status"] for row in rows.values()]
         if {*statuses} != {"fault"}:
-            run.update_result(**result_json(played, tasks), seconds=earlier + spent)
-        done, planned = len(played) - before, len(numbers) - before
+            run.update_result(**result_json(rows, tasks), seconds=earlier + spent)
+        done, planned = len(rows) - before, len(numbers) - before
         eta = spent / done * (planned - done) if 10 * done >= planned else None
-        console.episode_made(episode, len(played), len(numbers), eta)
+        console.episode_made(episode, len(rows), len(numbers), eta)
         stop_after_faults(statuses, episode.fault)
 
     async with asyncio.TaskGroup() as together:
         for number in numbers:
-            if number not in played:
+            if number not in rows:
                 together.create_task(one(number))
-    run.update_result(**result_json(played, tasks), status="finished")
+    run.update_result(**result_json(rows, tasks), status="finished")
 
 
 def stored_rows(run) -> dict[int, dict]:
@@ -107,10 +107,10 @@ def stored_rows(run) -> dict[int, dict]:
     return {int(row["id"]): row for row in run.rows(EPISODES)}
 
 
-def result_json(played: dict[int, dict], tasks: list) -> dict:
+def result_json(rows: dict[int, dict], tasks: list) -> dict:
     """The numbers of result.json. value: on the test part if there is one."""
-    found = metrics.evaluation([*played.values()], tasks)
-    return found | {"value": found.get("test_value_mean", found["value_mean"])}
+    numbers = metrics.evaluation([*rows.values()], tasks)
+    return numbers | {"value": numbers.get("test_value_mean", numbers["value_mean"])}
 
 
 # ------------------------------------------------------------------------------ start
@@ -135,15 +135,15 @@ def episode_numbers(tasks: list, cfg: Config, left_out) -> list[int]:
     return numbers
 
 
-def run_name(cfg: Config, part: str, is_one_of_several: bool) -> str:
-    """Name of a run; with a suite it ends with the model. part: name of the suite, and of its tasks
-    if it is not the whole suite.
+def run_name(cfg: Config, suite_name: str, is_one_of_several: bool) -> str:
+    """Name of a run; with a suite it ends with the model. suite_name: that of the suite, and of
+    its tasks if it is not the whole suite.
     """
     name = start.run_name(cfg, SCRIPT, is_one_of_several)
     if not cfg.suite:
         return name
     if not cfg.name:
-        name = f"{SCRIPT}-{part}-{cfg.seed}"
+        name = f"{SCRIPT}-{suite_name}-{cfg.seed}"
     return f"{name}/{model_name(cfg)}"
 
 
@@ -157,14 +157,14 @@ def evaluate_seeds(cfgs: list[Config], model, roots: dict | None) -> list[Path]:
     may_lack = None if roots is None else left_out
     names, stand_in = first.tasks.task, model.stand_in
     tasks, sandbox = env.open_tasks(names, first.sandbox, stand_in, may_lack, roots)
-    found = {"task": tuple(name for name in names if name not in left_out)}
-    found |= {"backend": sandbox.backend}
+    changes = {"task": tuple(name for name in names if name not in left_out)}
+    changes |= {"backend": sandbox.backend}
     if first.attempts:
-        found |= {"episodes": first.attempts * len(tasks)}
+        changes |= {"episodes": first.attempts * len(tasks)}
     prompts = load_prompts(first.episode.prompts)
     directories = []
     policy = None  # one engine for all seeds
-    for cfg in (options.changed(cfg, **found) for cfg in cfgs):
+    for cfg in (options.changed(cfg, **changes) for cfg in cfgs):
         has_ended = partial(is_finished, tasks=tasks, cfg=cfg)
         run = start.begin_run(cfg, tasks, model, has_ended, prompts.digest)
         if not run.finished:
@@ -197,16 +197,16 @@ def first_results(tasks: list, left_out: dict) -> dict:
 def main() -> None:
     argv = sys.argv[1:]
     cfgs = cli.parse_configs(Config, argv)
-    suite, part = {"roots": None}, ""
+    suite, suite_name = {"roots": None}, ""
     if name := cfgs[0].suite:
         suite = read_suite(name)
         cfgs = cli.parse_configs(Config, argv, suite["settings"])
-        part = Path(name).stem
+        suite_name = Path(name).stem
         names = cfgs[0].tasks.task
         if [*names] != suite["settings"].get("task"):
-            part += f"-{value_text(names)[:100]}"
-    cfgs = [replace(cfg, name=run_name(cfg, part, len(cfgs) > 1)) for cfg in cfgs]
-    directories = evaluate_seeds(*start.complete(cfgs), suite["roots"])
+            suite_name += f"-{value_text(names)[:100]}"
+    cfgs = [replace(cfg, name=run_name(cfg, suite_name, len(cfgs) > 1)) for cfg in cfgs]
+    directories = evaluate_seeds(*start.complete_configs(cfgs), suite["roots"])
     if name:
         print(suite_report(suite, [read_run(where) for where in directories]))
     elif len(directories) > 1:

@@ -66,7 +66,7 @@ from flatlab.train.batch import (
     sequences_of,
     weighted,
 )
-from flatlab.train.job import Slots, TrainingRun, in_trainer, join, stop_if_interrupted
+from flatlab.train.job import Slots, TrainingRun, in_trainer, join_ranks, stop_if_interrupted
 from flatlab.view import console
 from flatlab.world.episode import play, run_episode
 from flatlab.world.prompts import load_prompts
@@ -458,8 +458,8 @@ def optimize(policy, optimizer, batch: list, loss_of: Callable, cfg: Config, job
     meter, skipped, grad_norms = Meter(), 0, []
     micro_tokens = policy.micro_tokens
     for epoch in range(EPOCHS):
-        found = policy.within_memory(add_gradients, batch, loss_of, cfg, job, epoch)
-        meter.rows += found.rows
+        pass_meter = policy.within_memory(add_gradients, batch, loss_of, cfg, job, epoch)
+        meter.rows += pass_meter.rows
         # That of the first pass, before the first update: later the two differ by design.
         difference = meter.numbers().get("logprob_diff_mean", 0.0)
         agrees = difference <= policy.diff_limit
@@ -484,20 +484,22 @@ def add_gradients(policy, batch: list, loss_of: Callable, cfg: Config, job, epoc
     # In expectation the KL of every token has the weight cfg.kl.
     kl_weights = draw_kl_weights(len(parts), KL_SHARE, cfg.kl, f"{cfg.seed} {job.step} kl")
     meter = Meter()
-    for part, kl_weight in zip(parts, kl_weights):
-        loss_of(policy, part, cfg, meter, epoch, kl_weight).backward()
+    for micro_batch, kl_weight in zip(parts, kl_weights):
+        loss_of(policy, micro_batch, cfg, meter, epoch, kl_weight).backward()
         stop_if_interrupted()
     return meter
 
 
-def micro_loss(policy, part: list, cfg: Config, meter: Meter, epoch: int, kl_weight: float | None):
+def micro_loss(
+    policy, micro_batch: list, cfg: Config, meter: Meter, epoch: int, kl_weight: float | None
+):
     """The loss of a micro-batch, a scalar with gradient; its numbers go to the meter."""
     import torch
 
-    pairs = pairs_of(part)
-    advantage = column(part, "advantage", policy.device)
-    old = column(part, "old", policy.device)
-    sequence = sequence_numbers(part, policy.device)
+    pairs = pairs_of(micro_batch)
+    advantage = column(micro_batch, "advantage", policy.device)
+    old = column(micro_batch, "old", policy.device)
+    sequence = sequence_numbers(micro_batch, policy.device)
     base = old
     if kl_weight is not None:
         with torch.no_grad():
@@ -513,12 +515,12 @@ def micro_loss(policy, part: list, cfg: Config, meter: Meter, epoch: int, kl_wei
         kl = kl_to_base(logp, base)
         meter.add("mean", kl=kl, base_diff=(logp - base).abs())
         loss = loss + kl_weight * kl
-    loss = loss.masked_fill(lost, 0.0) * column(part, "weight", policy.device)
+    loss = loss.masked_fill(lost, 0.0) * column(micro_batch, "weight", policy.device)
     meter.add("sum", loss=loss, lost_tokens=lost)
     meter.add("mean", entropy=entropy, clip_share=is_clipped & ~lost)
     if epoch == 0:
         # The engine's log-probs are those of the trainer for tokens of the current version only.
-        lag = policy.version - column(part, "version", policy.device)
+        lag = policy.version - column(micro_batch, "version", policy.device)
         is_current = lag == 0
         difference = (logp - old).abs()
         meter.add("sum", compared_tokens=is_current)
@@ -569,8 +571,8 @@ async def train(policy, cfg: Config, job, update=update, play=play) -> None:
             for setting in optimizer.param_groups:
                 setting["lr"] = lr
             learned = await in_trainer(update, policy, optimizer, groups, cfg, job)
-            played = await in_trainer(gather_groups, groups, job)
-            row = {"step": step, **metrics.step_metrics(played, job.tasks)}
+            gathered = await in_trainer(gather_groups, groups, job)
+            row = {"step": step, **metrics.step_metrics(gathered, job.tasks)}
             row |= {"lr": lr, **learned}
             times.append(time.perf_counter())
 
@@ -594,9 +596,9 @@ async def train(policy, cfg: Config, job, update=update, play=play) -> None:
             # record: row, transcripts, checkpoint, plot, while the next step is sampled; a step
             # counts once its checkpoint is there
             if job.run:
-                row |= metrics.timing(policy, times, played)
+                row |= metrics.timing(policy, times, gathered)
                 recording = together.create_task(
-                    in_trainer(record, policy, optimizer, played, rows, cfg, job)
+                    in_trainer(record, policy, optimizer, gathered, rows, cfg, job)
                 )
 
         for _, groups in playing.values():  # of steps after a collapse
@@ -640,7 +642,7 @@ async def finish(policy, cfg: Config, job) -> None:
         seed = -2 - 2 * cfg.seed  # never used for selection
         play_adapter = functools.partial(evaluate, policy, cfg, job, seed=seed)
         final = {"n": cfg.eval_episodes, "steps": job.step}
-        final |= await checkpoint.compare(policy, play_adapter, job)
+        final |= await checkpoint.compare_adapters(policy, play_adapter, job)
         best = final["best"]
         job.update_result(final=final, value=best.get("test_value_mean", best["value_mean"]))
     elif job.best:
@@ -675,7 +677,7 @@ def check(cfg: Config, model) -> None:
 
 
 def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train, check=check) -> None:
-    join()  # before anything touches CUDA: a rank of torchrun sees only its own GPU
+    join_ranks()  # before anything touches CUDA: a rank of torchrun sees only its own GPU
     cfgs, model = start.configs(config_class, script)
     check(cfgs[0], model)
     console.model_line(cfgs[0], model)

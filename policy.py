@@ -85,11 +85,11 @@ def lora_settings(path: ModelPath, rank: int | None = None) -> dict:
     if not path.lora:
         rank = rank or 16
         return {"r": rank, "lora_alpha": 2 * rank, "target_modules": None}
-    own = path.lora["r"]
-    if rank not in (None, own):
+    trained_rank = path.lora["r"]
+    if rank not in (None, trained_rank):
         raise UserError(
-            f"--lora-rank {rank} differs from that of the adapter {path.adapter}, {own}: leave it "
-            "out."
+            f"--lora-rank {rank} differs from that of the adapter {path.adapter}, {trained_rank}: "
+            "leave it out."
         )
     return path.lora
 
@@ -513,13 +513,13 @@ class Trainer:
         tensors are not finite, or not those of this model's adapter.
         """
         weights = read_tensors(folder)
-        own = self._adapter_tensors()
-        shapes = {name: tensor.shape for name, tensor in own.items()}
+        tensors = self._adapter_tensors()
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
         if {name: tensor.shape for name, tensor in weights.items()} != shapes:
             raise UserError(
                 f"The adapter in {folder} has other layers or another rank than that of this model."
             )
-        for name, tensor in own.items():
+        for name, tensor in tensors.items():
             tensor.copy_(weights[name])
 
     def _adapter_tensors(self) -> dict:

@@ -45,7 +45,7 @@ from flatlab.model.path import model_name
 from flatlab.numbers import value_text
 from flatlab.options import Count, Ge, Le, Number, Positive, Resumable, Several, Whole
 from flatlab.runs import cli
-from flatlab.runs.start import complete, recorded
+from flatlab.runs.start import complete_configs, recorded
 from flatlab.task.sanity import warning
 from flatlab.task.value import judged
 from flatlab.tree import requests, rules
@@ -257,8 +257,8 @@ async def list_ideas(t: Tree, node: Node, seed: str) -> list:
         call_seed = seed_from(t.seed, seed, "ideas", call)
         reply = await requests.reply_to(t, node, talk, call_seed)
         talk.append({"role": "assistant", "content": reply})
-        found, damaged = requests.parse(reply)
-        for idea, stated in found:
+        strategies, damaged = requests.parse(reply)
+        for idea, stated in strategies:
             ideas.setdefault(requests.same(idea), (idea, stated))
         unread += damaged
         missing = k - sum((stated or 0) <= limit for _, stated in ideas.values())
@@ -321,8 +321,8 @@ async def run_node(t: Tree, node: Node, slots: asyncio.Semaphore) -> Node:
 
     A broken sandbox is replaced once; after that the node is a fault, which is not a score.
     """
-    start = time.monotonic()
-    t.began = t.began or start
+    began = time.monotonic()
+    t.began = t.began or began
     await propose(t, node)
     parent = t.nearest_kept(node.parent)
     parents = [] if parent is t.root else [parent]
@@ -335,13 +335,13 @@ async def run_node(t: Tree, node: Node, slots: asyncio.Semaphore) -> Node:
     code = await in_thread(t.keep, node, files) if files else {}
     # Nothing below waits, so the rules see the node finish at once and complete.
     node.code, node.kept = code, bool(files)
-    node.seconds = time.monotonic() - start
-    played = t.record(node)
+    node.seconds = time.monotonic() - began
+    whole = t.record(node)
     console.say(console.node_line(t, node))
     slots.release()
     t.node_ended.set()
     stop_after_faults([other.status for other in t.finished], node.error)
-    return played
+    return whole
 
 
 # ------------------------------------------------------------------ the search
@@ -369,7 +369,7 @@ def add_node(t: Tree, choice: Choice) -> Node:
     parent = t.nearest_kept(choice.parent)
     for op, operator in OPERATORS.items():
         if operator.applies(choice, parent):
-            return t.start(choice, op, operator.mark)
+            return t.start_node(choice, op, operator.mark)
     raise UserError(f"No operator of OPERATORS applies to a child of node {parent.id}.")
 
 
@@ -465,13 +465,13 @@ def named(cfgs: list[Config], script: str) -> list[Config]:
     the default, and what differs. The runs of a grid are in a folder.
     """
     first = cfgs[0]
-    kind = script if first.select == type(first).select else f"{script}-{first.select}"
+    prefix = script if first.select == type(first).select else f"{script}-{first.select}"
     model = model_name(first)
     if len(cfgs) == 1:
         task = value_text(first.task)
-        name = f"{kind}-{task}-{first.sampling_mode}-{model}-{first.seed}"
+        name = f"{prefix}-{task}-{first.sampling_mode}-{model}-{first.seed}"
         return [replace(first, name=first.name or name)]
-    grid = first.name or f"{kind}-grid-{model}"
+    grid = first.name or f"{prefix}-grid-{model}"
     cells = [f"{value_text(cfg.task)}-{cfg.sampling_mode}-{cfg.seed}" for cfg in cfgs]
     return [replace(cfg, name=f"{grid}/{cell}") for cfg, cell in zip(cfgs, cells)]
 
@@ -494,7 +494,7 @@ def main(config_class=Config, script=SCRIPT, check=check, grow_all=grow_all) -> 
     cfgs = cli.parse_configs(config_class, sys.argv[1:])
     for cfg in cfgs:
         check(cfg)
-    cfgs, model = complete(named(cfgs, script))
+    cfgs, model = complete_configs(named(cfgs, script))
     first = cfgs[0]
     console.model_line(first, model)
     names = list(dict.fromkeys(cfg.task for cfg in cfgs))

@@ -69,7 +69,7 @@ def best_episodes(cfg: Config, tasks: list) -> list[dict]:
 
     Raises UserError if there is none, or if a run does not exist.
     """
-    found = {task.name: {} for task in tasks}  # task -> replies -> (improvement, transcript)
+    by_task = {task.name: {} for task in tasks}  # task -> replies -> (improvement, transcript)
     for run in cfg.runs:
         if not Path(run).is_dir():
             raise UserError(f"--runs: there is no run directory {run}.")
@@ -79,17 +79,17 @@ def best_episodes(cfg: Config, tasks: list) -> list[dict]:
             rows = [row for row in rows if (row["improvement"] or 0) > 0]
             transcript_of = store.transcript_reader(file.parent)
             for row in sorted(rows, key=lambda row: int(row["when"])):
-                if row["task"] in found:
+                if row["task"] in by_task:
                     transcript = transcript_of(row)
                     replies = replies_of(transcript)
-                    found[row["task"]][replies] = row["improvement"], transcript
+                    by_task[row["task"]][replies] = row["improvement"], transcript
     chosen = []
-    for episodes in found.values():
+    for episodes in by_task.values():
         ranked = sorted(episodes.values(), key=lambda pair: -pair[0])
         kept = min(MOST_EPISODES, max(1, round(cfg.share * len(ranked))))
         chosen += [transcript for _, transcript in ranked[:kept]]
     if not chosen:
-        names, runs = " ".join(found), " ".join(cfg.runs)
+        names, runs = " ".join(by_task), " ".join(cfg.runs)
         raise UserError(f"--runs: no episode of {names} in {runs or 'no run'} beats the baseline.")
     return chosen
 
@@ -151,9 +151,9 @@ def add_gradients(policy, sequences: list[TrainSequence]) -> float:
     """The gradients of the mean, which is returned."""
     total = sum(a for s in sequences for a in s.advantage) or 1.0
     mean = 0.0
-    for part in micro_batches(sequences, policy):
-        logp, _ = policy.logprobs(pairs_of(part))
-        loss = -(logp * column(part, "advantage", policy.device)).sum() / total
+    for micro_batch in micro_batches(sequences, policy):
+        logp, _ = policy.logprobs(pairs_of(micro_batch))
+        loss = -(logp * column(micro_batch, "advantage", policy.device)).sum() / total
         loss.backward()
         mean += loss.item()
     return mean

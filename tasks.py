@@ -85,7 +85,7 @@ def print_row(task: Task, name: str, score: float | None, note: str = "") -> Non
     print(f"{name:32}{numbers:33}  {note}".rstrip())
 
 
-def check(task: Task, options: SandboxOptions) -> None:
+def check_task(task: Task, options: SandboxOptions) -> None:
     """Scores the trivial rules of a task, prints them, and keeps the result for `degenerate`.
 
     Also names public files that have the content of a hidden one. Raises UserError if the grader is
@@ -165,7 +165,7 @@ def main(task: str = "", sandbox: SandboxOptions = SandboxOptions()) -> None:  #
     """
     if not task:
         return print(task_table())
-    check(load_task(task), sandbox)
+    check_task(load_task(task), sandbox)
 
 
 if __name__ == "__main__":

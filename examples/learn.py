@@ -80,16 +80,16 @@ async def grow(t: Tree, slots: asyncio.Semaphore) -> None:
     while picked := start_round(t):
         playing = []
         async with asyncio.TaskGroup() as together:
-            for nodes in picked:
-                playing.append([together.create_task(play(t, node, slots)) for node in nodes])
+            for children in picked:
+                playing.append([together.create_task(play(t, node, slots)) for node in children])
         groups = []  # the children of one parent each
         for number, tasks in enumerate(playing):
             children = [task.result() for task in tasks]
             for node in children:
                 node.reward = node.value
             groups.append(batch.Group(number, t.task, children))
-        played = sum((group.episodes for group in groups), [])
-        row = round_row(t, played)
+        nodes = sum((group.episodes for group in groups), [])
+        row = round_row(t, nodes)
         job.step = policy.version
         row |= await in_trainer(grpo.update, policy, optimizer, groups, cfg, job)
         policy.sync(job.step + 1)
@@ -99,7 +99,7 @@ async def grow(t: Tree, slots: asyncio.Semaphore) -> None:
         # The last adapter is the best one, because no evaluation compares them.
         await in_trainer(checkpoint.save_adapter, policy, job, "best")
         await in_trainer(checkpoint.write_step, policy, optimizer, job, row)
-        t.run.save_again(played)  # now with rewards and advantages
+        t.run.save_again(nodes)  # now with rewards and advantages
         print(console.round_line(row))
     await search.close(t)
 

@@ -114,20 +114,20 @@ def make_batch(policy, groups: list, cfg: Config, job) -> list:
     episodes = [e for g in groups for e in g.played]
     batch = [sequences_of(e, [e.reward] * len(e.turns)) for e in episodes]
     trained = weighted(batch, grpo.LOSSES[cfg.loss].weight, cfg, job)
-    for part in micro_batches(trained, policy):
+    for micro_batch in micro_batches(trained, policy):
         with torch.no_grad():
-            hidden, _ = policy.hidden_states(pairs_of(part))
-            found = iter(policy.values(hidden).tolist())
-        for s in part:
-            s.values = [next(found) for _ in s.old]
+            hidden, _ = policy.hidden_states(pairs_of(micro_batch))
+            estimates = iter(policy.values(hidden).tolist())
+        for s in micro_batch:
+            s.values = [next(estimates) for _ in s.old]
     for sequences, e in zip(batch, episodes):
         advantages = iter(gae(e.reward, sum((s.values for s in sequences), [])))
         for s in sequences:
             s.advantage = [next(advantages) for _ in s.old]
             s.target = [a + value for a, value in zip(s.advantage, s.values)]
-    found = [a for s in trained for a in s.advantage]
-    squares = sum(a * a for a in found)
-    count, total, squares = job.ranks.sum(len(found), sum(found), squares)
+    unscaled = [a for s in trained for a in s.advantage]
+    squares = sum(a * a for a in unscaled)
+    count, total, squares = job.ranks.sum(len(unscaled), sum(unscaled), squares)
     mean = total / max(count, 1)
     deviation = max(squares / max(count, 1) - mean**2, 0.0) ** 0.5
     for s in trained:
@@ -135,11 +135,13 @@ def make_batch(policy, groups: list, cfg: Config, job) -> list:
     return trained
 
 
-def micro_loss(policy, part: list, cfg: Config, meter: Meter, epoch: int, kl_weight: float | None):
+def micro_loss(
+    policy, micro_batch: list, cfg: Config, meter: Meter, epoch: int, kl_weight: float | None
+):
     """The loss of grpo.py and the squared error of the values."""
-    loss = grpo.micro_loss(policy, part, cfg, meter, epoch, kl_weight)
-    error = (policy.estimates - column(part, "target", policy.device)) ** 2 / 2
-    value_loss = VALUE_WEIGHT * error * column(part, "weight", policy.device)
+    loss = grpo.micro_loss(policy, micro_batch, cfg, meter, epoch, kl_weight)
+    error = (policy.estimates - column(micro_batch, "target", policy.device)) ** 2 / 2
+    value_loss = VALUE_WEIGHT * error * column(micro_batch, "weight", policy.device)
     meter.add("mean", value_loss=error)
     meter.add("sum", loss=value_loss)
     return loss + value_loss.sum()

@@ -87,11 +87,11 @@ def check(cfg: Config, model) -> None:
 # ------------------------------------------------------------------ requests
 
 
-def join(messages: list[dict]) -> str:
+def contents_of(messages: list[dict]) -> str:
     return "\n\n".join(message["content"] for message in messages)
 
 
-def check_fields(body: dict) -> None:
+def check_body(body: dict) -> None:
     """Raises ValueError for a field that would change the form or the end of an answer."""
     for name, value in body.items():
         harmless = (None, NEUTRAL[name]) if name in NEUTRAL else OFF
@@ -108,7 +108,7 @@ def read(data: bytes, policy, samples: dict, limit: int) -> tuple[list, list[lis
     is the model's.
     """
     body = json.loads(data)
-    check_fields(body)
+    check_body(body)
     for name in ("max_tokens", "max_completion_tokens"):
         wanted = body.get(name)
         if wanted is None:
@@ -121,7 +121,7 @@ def read(data: bytes, policy, samples: dict, limit: int) -> tuple[list, list[lis
     parts = [list(group) for _, group in groups]
     if len(parts) % 2 == 0 or parts[0][0]["role"] == "assistant":
         raise ValueError("the first and the last message must not be the model's")
-    texts = list(map(join, parts))
+    texts = list(map(contents_of, parts))
     tokens = policy.render(parts[0])
     for text, following in zip(texts[1::2], texts[2::2], strict=True):
         sample = samples.get(text) or Sample(policy.encode(text), [], text, "length", 0)
@@ -135,7 +135,7 @@ def read(data: bytes, policy, samples: dict, limit: int) -> tuple[list, list[lis
 # ------------------------------------------------------------------ one episode
 
 
-class Endpoint:
+class ProgramEndpoint:
     """The policy and the sandbox of one episode, as its program reaches them."""
 
     def __init__(self, env, policy, episode, options, history):
@@ -179,8 +179,8 @@ class Endpoint:
         number = next(self.requests)
         if number == 0:
             system = [message for message in parts[0] if message["role"] == "system"]
-            self.episode.system = join(system)
-            self.episode.prompt = join([m for m in parts[0] if m not in system])
+            self.episode.system = contents_of(system)
+            self.episode.prompt = contents_of([m for m in parts[0] if m not in system])
         if number >= self.options.max_turns:
             self.end("turn_limit")
             raise web.HTTPForbidden
@@ -188,7 +188,7 @@ class Endpoint:
         sample = await self.or_end(self.policy.sample(tokens, limit, seed=seed))
         self.episode.tokens += sample.reply_tokens
         self.samples[sample.text] = sample
-        self.turn["observation"] = join(parts[-1])
+        self.turn["observation"] = contents_of(parts[-1])
         # until a command runs
         self.turn = turn_record(sample, Step("", "", None, "rejected", 0.0))
         self.episode.add(tokens, sample, self.turn)
@@ -286,7 +286,7 @@ async def play(env, policy, episode, options, history, command: str) -> str:
 
     Returns the status of the episode, which is "exit" if the program ended without `submit`.
     """
-    endpoint = Endpoint(env, policy, episode, options, history)
+    endpoint = ProgramEndpoint(env, policy, episode, options, history)
     key = secrets.token_hex()
     app = web.Application(client_max_size=TOKEN_BYTES * policy.context)
     app.router.add_post(f"/{key}/v1/chat/completions", endpoint.chat)

@@ -18,8 +18,8 @@ from helpers import PROJECT, python
 from policy import Policy
 from tools import check_prose, gpu_check, gpu_sums
 
-# Sections of whole runs (pretrained, partial-credit) are the functions of `objectives` with other
-# flags; agent runs beside TRL below; real-agent needs a model of 1 GB.
+# pretrained is the function of `objectives` with other flags; agent runs beside TRL below;
+# real-agent needs a model of 1 GB.
 SHORT = {
     "all": "--budget 0",
     "env": "",

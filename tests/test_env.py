@@ -24,7 +24,7 @@ from flatlab.task.grading import Score
 from flatlab.world import blocks
 from flatlab.world.actions import fold_tracebacks
 from flatlab.world.blocks import extract_action
-from flatlab.world.episode import run_episode
+from flatlab.world.episode import Episode, run_episode
 from helpers import (
     LOCAL,
     PROJECT,
@@ -37,6 +37,7 @@ from helpers import (
     python,
     slow,
     trained,
+    turn,
     user_error,
 )
 from tasks import load_task
@@ -611,6 +612,45 @@ def test_episode_until_submit(task, backend):
     [segment] = episode.segments
     assert f"{policy.decode(segment.tokens)}<user>Submitted." == f"<user>{episode.prompt}{said}"
     check_tokens(episode, policy)
+
+
+@pytest.mark.parametrize(
+    "exact, score_test, parts",
+    [(False, False, [()]), (False, True, [(), ("test",)]), (True, True, [()])],
+)
+def test_the_test_part_is_read_only_if_it_is_asked_for(task, exact, score_test, parts):
+    """Exact tasks have no other part."""
+    world = Env(replace(task, exact=exact), LOCAL)
+    score, graded = world.score, []
+
+    def recorded(*split):
+        graded.append(split)
+        return score(*split)
+
+    world.score = recorded
+    policy = FakePolicy(block("echo a > guess.txt"), block("submit"))
+    episode = asyncio.run(play_once(world, policy, score_test=score_test))
+    assert graded[-len(parts) :] == parts
+    assert (episode.test_value is not None) == (len(parts) == 2)
+
+
+@pytest.mark.parametrize(
+    "said, message, error, reason",
+    [
+        ("a\nValueError: odd\nb", "no file", "a\nValueError: odd\nb\nno file", "ValueError: odd"),
+        ("a: not found\nb", "", "a: not found\nb", "a: not found"),
+        ("", "no file", "no file", "no file"),
+        ("", "", "", "turn limit"),
+    ],
+)
+def test_an_episode_without_a_score_says_why(task, said, message, error, reason):
+    """The last command that failed, and the grader."""
+    turns = [turn(observation="earlier", status="error"), turn(observation=said, status="error")]
+    episode = Episode("words", 0, status="turn_limit", turns=[*turns, turn()])
+    episode.judge(task, Score(None, "hits", "validation", False, message))
+    assert (episode.error, episode.reason, episode.value) == (error, reason, -1)
+    episode.judge(task, Score(2.0, "hits", "validation", True, ""))
+    assert (episode.error, episode.reason) == ("", "")
 
 
 def test_reply_cut_at_the_length_limit_is_closed(task):

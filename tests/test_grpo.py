@@ -624,7 +624,7 @@ def test_none_is_derived_and_zero_is_zero(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cfg = changed(grpo.Config(loss="gspo"), model="tiny", kl=0.0, backend="local")
     cfg = replace(cfg, name=start.run_name(cfg, "copy", False))
-    [cfg], _ = start.complete([cfg])
+    [cfg], _ = start.complete_configs([cfg])
     assert (cfg.kl, cfg.lr) == (0, 1e-3)
     assert (cfg.clip_low, cfg.clip_high) == (3e-4, 4e-4)
     assert cfg.max_groups == 8

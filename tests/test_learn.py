@@ -16,7 +16,7 @@ import viz
 from examples import learn
 from flatlab.files import read_rows
 from flatlab.options import changed
-from flatlab.runs.start import complete
+from flatlab.runs.start import complete_configs
 from flatlab.runs.store import EPISODES
 from flatlab.tree.nodes import open_trees
 from flatlab.view.reader import read_run, transcripts_of
@@ -167,7 +167,7 @@ def test_bad_input_is_one_sentence_and_all_nodes_of_a_round_run_at_once():
     for flags, sentence in BAD_INPUT.items():
         with user_error(sentence):
             learn.check(parsed(learn.Config, flags))
-    [cfg], _ = complete([parsed(learn.Config, "--children 16 --name a --model tiny")])
+    [cfg], _ = complete_configs([parsed(learn.Config, "--children 16 --name a --model tiny")])
     assert cfg.workers == 64
     with pytest.raises(SystemExit, match="2"):
         parsed(learn.Config, "--url x")

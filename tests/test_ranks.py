@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from flatlab import threads
 from flatlab.files import read_rows as rows
-from flatlab.train.job import join
+from flatlab.train.job import join_ranks
 from helpers import PROJECT, attempts_of, free_port, segments_of, user_error
 
 sys.path[:0] = [str(PROJECT), str(PROJECT / "tests")]
@@ -52,8 +52,8 @@ def finish(process):
 EXCHANGE = """
 import os
 import torch
-from flatlab.train.job import join
-dist = join(timeout=60)
+from flatlab.train.job import join_ranks
+dist = join_ranks(timeout=60)
 weight = torch.nn.Parameter(torch.full((3,), float(dist.rank)))
 dist.broadcast([weight])
 assert weight.tolist() == [0, 0, 0]
@@ -62,11 +62,12 @@ if dist.rank == 0:
 assert dist.sum_gradients([weight], True)
 assert weight.grad.tolist() == [1, 2, 3], weight.grad
 assert not dist.sum_gradients([weight], dist.rank == 0)  # rank 1 disagrees
-assert dist.sum(1.5, dist.rank) == [1.5 * dist.world, dist.world * (dist.world - 1) / 2]
-assert dist.gather("x" * (1 + dist.rank)) == ["x" * (1 + r) for r in range(dist.world)]
+n = dist.world_size
+assert dist.sum(1.5, dist.rank) == [1.5 * n, n * (n - 1) / 2]
+assert dist.gather("x" * (1 + dist.rank)) == ["x" * (1 + r) for r in range(dist.world_size)]
 print("said by rank 0")
 # one write, because the ranks share a pipe
-os.write(1, f"rank {dist.rank} of {dist.world}\\n".encode())
+os.write(1, f"rank {dist.rank} of {dist.world_size}\\n".encode())
 """
 
 
@@ -124,12 +125,12 @@ VARIABLES = {
 @pytest.mark.parametrize("variables, sentence", VARIABLES.items())
 def test_variables_of_torchrun_that_do_not_fit_together(monkeypatch, variables, sentence):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    join.cache_clear()
+    join_ranks.cache_clear()
     for variable in variables.split():
         monkeypatch.setenv(*variable.split("="))
     with user_error(sentence) if sentence else contextlib.nullcontext():
         threads.configure()
-        assert join(timeout=1).world == 1
+        assert join_ranks(timeout=1).world_size == 1
 
 
 @pytest.mark.parametrize(
@@ -239,7 +240,7 @@ def main(model: str, steps: str, scripts: str, ahead: str = "0") -> None:
     from helpers import MADE_BY
     from training import CFG, TASK, one_reply, waiting_reply, weights_of
 
-    ranks = join(timeout=120)
+    ranks = join_ranks(timeout=120)
     Path(f"rank{ranks.rank}.pid").write_text(str(os.getpid()))
     grpo.run_episode = one_reply
     if ahead != "0":

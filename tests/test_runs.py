@@ -399,6 +399,19 @@ def test_checkpoint_appears_whole_and_old_ones_go(tmp_path):
     assert not list(tmp_path.rglob(".tmp-*"))
 
 
+def test_what_a_killed_writer_left_is_removed_or_comes_back(tmp_path):
+    """Between its two renames the new directory is not yet there, or the old one is still."""
+    opened(tmp_path).lock.close()
+    for name in (".old-best", "untrained", ".old-untrained", ".tmp-1-best", "checkpoints/.old-3"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "from").write_text(name)
+    (tmp_path / "checkpoints/.tmp-1-4").touch()
+    opened(tmp_path)
+    left = {file.parent.name: file.read_text() for file in tmp_path.rglob("from")}
+    assert left == {"best": ".old-best", "untrained": "untrained", "3": "checkpoints/.old-3"}
+    assert not [*tmp_path.rglob(".tmp-*"), *tmp_path.rglob(".old-*")]
+
+
 WRITER = """
 import itertools, os, shutil, sys
 from pathlib import Path

@@ -913,7 +913,7 @@ def test_missing_requirements_of_a_local_sandbox_are_named(tmp_path):
     needed.write_text("flatlab-nowhere\n")
     task = replace(load_task("titanic"), requirements=needed, public={}, trivial={})
     with user_error("needs packages .* lacks: flatlab-nowhere"):
-        tasks.check(task, SandboxOptions("local"))
+        tasks.check_task(task, SandboxOptions("local"))
 
 
 WITH_WHEEL = "flatlab/with-wheel:1"

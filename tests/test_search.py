@@ -279,6 +279,7 @@ def test_the_selection_part_decides_between_nodes_within_one_standard_error():
     assert numbers_on_test_part(run_of(t)) == pytest.approx(numbers | {"error": ""})
     found = best_node(run_of(t))
     assert (found["score_mean"], found["rows_error"], found["part"]) == (0.74, 0.03, "test")
+    assert finished(hidden).best().id == "0.1"  # as it is read again
     # The mean of both parts counts: 0.0 stays ahead if it loses less than it had gained.
     t = finished(hidden | {("selection", "0.0"): 0.755}, "b")
     has(t, best_id="0.0")
@@ -661,7 +662,7 @@ BAD_INPUT = {
 def prepared(cfg):
     """Does what main() does before the engine starts. Returns the run directory."""
     search.check(cfg)
-    [cfg], model = search.complete(search.named([cfg], "search"))
+    [cfg], model = search.complete_configs(search.named([cfg], "search"))
     [task], sandbox = search.env.open_tasks([cfg.task], cfg.sandbox, model.stand_in)
     cfg = replace(cfg, sandbox=sandbox)
     return open_trees([cfg], {cfg.task: task}, search.SELECT[cfg.select], model)[1]
@@ -700,7 +701,7 @@ def test_what_was_left_open_means_what_the_runs_have_used(no_daemon, monkeypatch
         patch.setattr(start, "resolve_model", lambda name: ModelPath(name, None, False))
         for asked, kept in (("auto", "docker"), ("local", "local")):
             cfgs = [search_config(name=name, backend=asked) for name in ("a/new", "a/cell")]
-            for cfg in start.complete(cfgs)[0]:
+            for cfg in start.complete_configs(cfgs)[0]:
                 assert (cfg.model.model, cfg.sandbox.backend) == ("there", kept)
     with user_error("No Docker daemon answers at .* for --backend local choose another --name"):
         prepared(search_config(name="a/cell", model="tiny"))
@@ -736,7 +737,7 @@ def test_the_stand_in_grows_a_tree_survives_kill_9_and_goes_on(name, flags, mome
     assert list(map(len, after.values())) == rows
 
 
-def test_a_damaged_record_is_refused_with_one_sentence():
+def test_a_damaged_record_is_refused_with_one_sentence(tmp_path):
     t = run(nodes=2)
     file = t.run.dir / EPISODES
     text = file.read_text()
@@ -750,6 +751,9 @@ def test_a_damaged_record_is_refused_with_one_sentence():
     (t.run.dir / "transcripts/000001.jsonl").unlink()
     with user_error("transcripts/000001.jsonl is missing or damaged: it lacks 0.1"):
         opened(nodes=3)
-    (t.run.dir / "journal.jsonl").touch()
-    with user_error("logs/a was made by a version before 2026-11-28"):
-        opened(nodes=3)
+    for make in (Path.touch, Path.mkdir):
+        old = t.run.dir / ("journal.jsonl" if make is Path.touch else "episodes")
+        make(old)
+        with user_error("logs/a was made by a version before 2026-11-28"):
+            opened(nodes=3)
+        old.rename(tmp_path / old.name)

@@ -47,7 +47,7 @@ def items(values, least, most, what):
     return values
 
 
-def numbers(values, low, high, kinds=(int,)):
+def checked_numbers(values, low, high, kinds=(int,)):
     """`values` if each is of these types and from low to high. Raises Invalid."""
     for value in values:
         if type(value) not in kinds or not low <= value <= high:
@@ -59,7 +59,7 @@ def numbers(values, low, high, kinds=(int,)):
 
 def ratio(solution):
     """log(|A + A| / |A|) / log(|A - A| / |A|) of a set A of integers."""
-    found = set(numbers(items(solution, 2, 512, "integers"), -(10**6), 10**6))
+    found = set(checked_numbers(items(solution, 2, 512, "integers"), -(10**6), 10**6))
     if len(found) < len(solution):
         raise Invalid("an integer is there twice")
     sums = {a + b for a in found for b in found}
@@ -72,7 +72,7 @@ def determinant(solution):
     size = 29
     rows = []
     for row in items(solution, size, size, "rows"):
-        rows.append(numbers(items(row, size, size, "integers in each row"), -1, 1))
+        rows.append(checked_numbers(items(row, size, size, "integers in each row"), -1, 1))
         if 0 in row:
             raise Invalid("each must be 1 or -1, not 0")
     product = Fraction(1)  # of the pivots
@@ -98,7 +98,7 @@ def correlations(a, b):
 
 def overlap(solution):
     """max over k of sum h[i] (1 - h[i + k]) 2 / n, of n heights in [0, 1] with mean 1/2."""
-    heights = numbers(items(solution, 1, MOST_STEPS, "integers"), 0, UNIT)
+    heights = checked_numbers(items(solution, 1, MOST_STEPS, "integers"), 0, UNIT)
     count = len(heights)
     if 2 * sum(heights) != count * UNIT:
         raise Invalid(f"the sum must be {count * UNIT // 2}, but it is {sum(heights)}")
@@ -108,7 +108,7 @@ def overlap(solution):
 
 def autoconvolution(solution):
     """2 n max(f * f) / (sum f)^2 of n heights f >= 0."""
-    heights = numbers(items(solution, 1, MOST_STEPS, "integers"), 0, UNIT)
+    heights = checked_numbers(items(solution, 1, MOST_STEPS, "integers"), 0, UNIT)
     if not any(heights):
         raise Invalid("one height at least must be positive")
     highest = max(correlations(heights, heights[::-1]))
@@ -119,7 +119,9 @@ def radii(solution):
     """The sum of the radii of 26 disjoint circles [x, y, r] in the unit square."""
     circles = []
     for row in items(solution, 26, 26, "circles"):
-        x, y, r = numbers(items(row, 3, 3, "numbers for each circle"), 0, 1, (int, Fraction))
+        x, y, r = checked_numbers(
+            items(row, 3, 3, "numbers for each circle"), 0, 1, (int, Fraction)
+        )
         name = f"circle {len(circles)}"
         if not 0 < r <= min(x, y, 1 - x, 1 - y):
             raise Invalid(f"{name} has no positive radius or does not lie in the square")

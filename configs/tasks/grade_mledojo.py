@@ -76,7 +76,7 @@ def complaint(metric, answers, submission):
     return ""
 
 
-def check(metric, answers, submission):
+def check_submission(metric, answers, submission):
     """The metric's own check. What it says is shown if it says the same without the answers.
 
     Raises InvalidSubmissionError.
@@ -89,7 +89,7 @@ def check(metric, answers, submission):
         raise InvalidSubmissionError(said)
 
 
-def value(metric, answers, submission):
+def metric_value(metric, answers, submission):
     """The metric's value. Raises InvalidSubmissionError."""
     try:
         score = float(metric.evaluate(answers.copy(), submission.copy()))
@@ -118,7 +118,7 @@ def standard_error(metric, answers, submission):
             break
         half = answers[key].isin(rng.sample(ids, len(ids) // 2))
         try:
-            found.append(value(metric, *restricted(answers, submission, half)))
+            found.append(metric_value(metric, *restricted(answers, submission, half)))
         except InvalidSubmissionError:  # an AUC of answers that are all equal, say
             continue
     return statistics.stdev(found) if len(found) >= RESAMPLES // 2 else None
@@ -130,7 +130,7 @@ def leaderboards():
     return [pandas.read_csv(path).iloc[:, 1].dropna() for path in paths if path.exists()]
 
 
-def evaluate(metric, split):
+def score_split(metric, split):
     """The metric's value on one part and its standard error.
 
     Checks the whole submission first, which has a score on validation and test or on neither.
@@ -142,24 +142,24 @@ def evaluate(metric, split):
     except (OSError, ValueError) as error:  # pandas' own errors are ValueErrors
         reason = str(error).splitlines()[0]
         raise InvalidSubmissionError(f"submission.csv cannot be read: {reason}") from error
-    check(metric, answers, submission)
+    check_submission(metric, answers, submission)
     if split == "all":
-        return value(metric, answers, submission), None
+        return metric_value(metric, answers, submission), None
     key = answers.columns[0]
     if key not in submission:
         raise InvalidSubmissionError(f"submission.csv needs the column {key}")
     parts = answers[key].map(part_of)
     for part in ("validation", "test", split):
         rows = restricted(answers, submission, parts == part)
-        check(metric, *rows)
-        score = value(metric, *rows)
+        check_submission(metric, *rows)
+        score = metric_value(metric, *rows)
     return score, standard_error(metric, *rows)
 
 
 def grade(metric, split):
     """The result for one part as a dict."""
     try:
-        score, error = evaluate(metric, split)
+        score, error = score_split(metric, split)
     except InvalidSubmissionError as wrong:
         return {"error": str(wrong)}
     found = {"score": score, "stderr": error}

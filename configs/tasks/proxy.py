@@ -143,7 +143,7 @@ def stop():
             os.killpg(child.pid, signal.SIGKILL)
 
 
-def begin():
+def send_source():
     """Starts the child and sends it the source, with nothing left to read here."""
     global child
     try:
@@ -168,7 +168,7 @@ def call_many(name, calls):
     Returns the results as a list of JSON values; a tuple becomes a list.
     """
     if child is None:
-        begin()
+        send_source()
     with suppress(BrokenPipeError):  # it has ended: the line is what it said before
         child.stdin.write(pickle.dumps((name, calls), 5))
         child.stdin.flush()

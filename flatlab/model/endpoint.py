@@ -218,9 +218,9 @@ class Endpoint:
             finish = choice.get("finish_reason")
             others = [name for name, value in message.items() if value and name != "role"]
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            start = " ".join(response.text.split())[:200]
+            beginning = " ".join(response.text.split())[:200]
             raise UserError(
-                f"{shown(self.url)} does not answer like a chat endpoint: {start} ({error})"
+                f"{shown(self.url)} does not answer like a chat endpoint: {beginning} ({error})"
                 f"{redirected(response)}"
             ) from None
         is_cut = finish in ("length", "max_tokens")

@@ -12,10 +12,10 @@ def count_weights(base: str) -> int:
     """
     from transformers import AutoModelForCausalLM
 
-    model, found = AutoModelForCausalLM.from_pretrained(
+    model, info = AutoModelForCausalLM.from_pretrained(
         base, device_map="meta", output_loading_info=True
     )
-    missing = sorted(found["missing_keys"])
+    missing = sorted(info["missing_keys"])
     if missing:
         raise UserError(f"The weights of {base} lack {missing[0]}: fetch the model again.")
     return model.num_parameters()

@@ -204,8 +204,8 @@ def served_layers(engine, names) -> dict[str, tuple]:
     if mapper:  # vLLM may have another name for a layer (gpt-oss)
         mapper = dataclasses.replace(mapper, orig_to_new_stacked={})
         for name in set(names) - set(layers):
-            own = str(mapper.map_name(f"{name}.weight")).removesuffix(".weight")
-            layers[name] = layers.get(own)
+            served_name = str(mapper.map_name(f"{name}.weight")).removesuffix(".weight")
+            layers[name] = layers.get(served_name)
     return {name: layers[name] for name in names if layers.get(name)}
 
 
@@ -263,8 +263,8 @@ def shared_base(engine, config, dtype, device):
     parameters = [(*name.rpartition("."), p) for name, p in model.named_parameters()]
     layers = served_layers(engine, [owner for owner, *_ in parameters])
     for owner, _, leaf, p in parameters:  # tied weights come once
-        layer, _, start = layers[owner]
-        view = getattr(layer, leaf).data[start : start + len(p)]
+        layer, _, first_row = layers[owner]
+        view = getattr(layer, leaf).data[first_row : first_row + len(p)]
         if view.shape != p.shape or view.dtype != dtype:
             raise ValueError(
                 f"{owner} is {tuple(p.shape)} {dtype}, the engine's {tuple(view.shape)} "

@@ -142,12 +142,12 @@ def hidden_states(trunk, batch, device: str, packed: bool, uses_varlen: bool):
         targets.append(tokens[last + 1])
         row.append(tokens[prompt:])
         positions.append(np.arange(prompt, len(tokens)))
-        own = len(tokens) - prompt
+        rest = len(tokens) - prompt
         sees = None  # which skips the masked half, so it is faster if the prompt is short
-        if prompt >= own and not uses_varlen:
-            everything = torch.ones(own, len(tokens), dtype=torch.bool, device=device)
+        if prompt >= rest and not uses_varlen:
+            everything = torch.ones(rest, len(tokens), dtype=torch.bool, device=device)
             sees = everything.tril(prompt)[None, None]
-        lengths.append(own)
+        lengths.append(rest)
         masks.append(sees)
     layout = Layout(lengths, masks, varlen_of(lengths, device) if uses_varlen else None)
     columns = (row, positions, before, targets)
@@ -244,7 +244,7 @@ def recomputed_forward(layer, *args, **kwargs):
     forward = partial(type(layer).forward, layer)
     kwargs |= {"use_reentrant": False, "preserve_rng_state": False}
     if last := last_product(layer):
-        kwargs["context_fn"] = lambda: (nullcontext(), repeated(last))
+        kwargs["context_fn"] = lambda: (nullcontext(), without_output(last))
     return checkpoint(forward, *args, **kwargs)
 
 
@@ -260,7 +260,7 @@ def last_product(layer):
 
 
 @contextmanager
-def repeated(last):
+def without_output(last):
     """Inside, the output of the linear layer `last` is not computed again."""
     last.is_repeated = True
     try:

@@ -35,7 +35,7 @@ def configs(config_class, script: str) -> tuple[list, ModelPath]:
     """The config of each run of the command line, complete, and their model."""
     cfgs = cli.parse_configs(config_class, sys.argv[1:])
     names = [run_name(cfg, script, len(cfgs) > 1) for cfg in cfgs]
-    return complete([replace(cfg, name=name) for cfg, name in zip(cfgs, names)])
+    return complete_configs([replace(cfg, name=name) for cfg, name in zip(cfgs, names)])
 
 
 def run_name(cfg, script: str, is_one_of_several: bool) -> str:
@@ -47,7 +47,7 @@ def run_name(cfg, script: str, is_one_of_several: bool) -> str:
     return f"{cfg.name}-{cfg.seed}" if is_one_of_several else cfg.name
 
 
-def complete(cfgs: list) -> tuple[list, ModelPath]:
+def complete_configs(cfgs: list) -> tuple[list, ModelPath]:
     """The configs of a command with a value for each option that is None, and the path of their
     model; that of an endpoint has its name alone. Raises UserError for settings that are wrong.
 

@@ -59,34 +59,34 @@ def attempt(model: str, task: str, larger: bool, scores: list) -> dict:
     return best | {"model": model, "task": task, "sign": sign}
 
 
-def played(run: RunData, suite: str) -> list[dict]:
+def attempts_of(run: RunData, suite: str) -> list[dict]:
     """The attempts of a run, with MEANS. A fault is none. Raises UserError if there are none, or if
     the run is an evaluation of something else than the suite of this name.
     """
     if Path(run.config.get("suite") or "").stem != suite:
         raise UserError(f"{run.dir} is no evaluation of the suite {suite}.")
-    found = []
+    attempts = []
     for row, first_part in zip(run.rows, run.episodes):
         if row["outcome"] != "fault":
             scores = [*row["scores"], first_part["score"]]
             larger = run.result["larger_is_better"][row["task"]]
             means = {"valid": row["improvement"] is not None}
-            found.append(row | means | attempt(str(run.dir), row["task"], larger, scores))
-    if not found:
+            attempts.append(row | means | attempt(str(run.dir), row["task"], larger, scores))
+    if not attempts:
         raise UserError(f"In {run.dir} every episode was a fault.")
-    return found
+    return attempts
 
 
-def published(root: Path, facts: dict) -> list[dict]:
+def published(root: Path, sources: dict) -> list[dict]:
     """The published attempts, and those of the baseline. Raises UserError if there are none."""
-    found = []
-    for model, own in itertools.product(facts["models"], facts["tasks"]):
-        for file in sorted(root.glob(facts["files"].format(model=model, **own))):
-            results = read_mapping(file)
-            entries = {model: results.get("agent") or [{}], BASELINE: [results["baseline"]]}
+    attempts = []
+    for model, source in itertools.product(sources["models"], sources["tasks"]):
+        for file in sorted(root.glob(sources["files"].format(model=model, **source))):
+            content = read_mapping(file)
+            entries = {model: content.get("agent") or [{}], BASELINE: [content["baseline"]]}
             for name in entries:
-                scores = [entry.get(own["metric"]) for entry in entries[name]]
-                found.append(attempt(name, own["task"], own["higher_is_better"], scores))
-    if not found:
-        raise UserError(f"{root} holds no published results: there is no {facts['files']}.")
-    return found
+                scores = [entry.get(source["metric"]) for entry in entries[name]]
+                attempts.append(attempt(name, source["task"], source["higher_is_better"], scores))
+    if not attempts:
+        raise UserError(f"{root} holds no published results: there is no {sources['files']}.")
+    return attempts

@@ -7,7 +7,7 @@ import numpy as np
 
 from flatlab.errors import UserError
 from flatlab.files import write_whole
-from flatlab.suites.attempts import BASELINE, KINDS, played
+from flatlab.suites.attempts import BASELINE, KINDS, attempts_of
 from flatlab.suites.statistics import (
     bootstrap_text,
     mean_value,
@@ -34,7 +34,7 @@ def suite_report(suite: dict, runs: list[RunData]) -> str:
 
     attempts = [*suite["attempts"]]
     for run in runs:
-        attempts += played(run, Path(suite["name"]).stem)
+        attempts += attempts_of(run, Path(suite["name"]).stem)
     frame = pandas.DataFrame(attempts, columns=["model", "task", "sign", *KINDS, *MEANS])
     if frame.position.any():  # there are leaderboards
         frame.loc[frame.valid.eq(False), "position"] = 0

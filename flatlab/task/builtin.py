@@ -42,22 +42,22 @@ def load_builtin(root: Path, name: str) -> Task:
     for key in spec:
         if key not in keys:
             raise UserError(f"{path}: unknown key {key!r}; {nearest(str(key), keys)}.")
-    own = validated(TaskYaml, spec, path)
+    given = validated(TaskYaml, spec, path)
     if spec.get("exact"):
         spec["splits"] = ["exact"]
     public = joined(
-        name, find_files(folder, own.starter_code), find_files(folder, own.data, "data/")
+        name, find_files(folder, given.starter_code), find_files(folder, given.data, "data/")
     )
     # -I: Python imports nothing from the workspace.
-    grader = ["python3", "-I", Path(own.grader).name, *map(str, own.grader_args)]
-    facts = {
+    grader = ["python3", "-I", Path(given.grader).name, *map(str, given.grader_args)]
+    more = {
         "name": name,
-        "prompt": own.description.strip(),
+        "prompt": given.description.strip(),
         "public": public,
-        "hidden": find_files(folder, (own.grader, *own.hidden)),
+        "hidden": find_files(folder, (given.grader, *given.hidden)),
         "grader": [*grader, "--split", "{split}"],
     }
-    task = validated(Task, spec | facts, path)
+    task = validated(Task, spec | more, path)
     if any(map(task.is_artefact, task.hidden)):
         raise UserError(f"Task {name} needs artefacts that are not hidden files.")
     return task

@@ -167,10 +167,10 @@ class Task:
 def refuse_overlap(task: str, public: Iterable[Path], hidden: Iterable[Path]) -> None:
     """Raises UserError if a hidden file is a public one, too, also through a link."""
     # All links to a file, hard ones included, have one device and inode.
-    known = {(facts.st_dev, facts.st_ino) for facts in map(Path.stat, public)}
+    known = {(info.st_dev, info.st_ino) for info in map(Path.stat, public)}
     for path in hidden:
-        facts = path.stat()
-        if (facts.st_dev, facts.st_ino) in known:
+        info = path.stat()
+        if (info.st_dev, info.st_ino) in known:
             raise UserError(f"Task {task}: {path} is hidden, so it cannot be a public file, too.")
 
 

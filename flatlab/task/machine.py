@@ -58,8 +58,8 @@ def open_sandbox(task: Task, options: SandboxOptions, seed: int = 0, **limits) -
     # permissions, too: one that the agent's user could not read is copied.
     mounts = {}
     for path, file in task.fixed.items():
-        facts = file.stat()
-        if facts.st_size > MOUNT_BYTES and facts.st_mode & stat.S_IROTH:
+        info = file.stat()
+        if info.st_size > MOUNT_BYTES and info.st_mode & stat.S_IROTH:
             mounts[path] = file
     box = Sandbox(
         options.backend,

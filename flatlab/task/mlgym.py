@@ -28,8 +28,8 @@ def load_mlgym(root: Path, name: str) -> Task:
     spec = read_mapping(path) | more.get(name, {})
     if "broken" in spec:
         raise UserError(f"MLGym's task {name} {spec['broken']}.")
-    kind = spec.get("task_entrypoint", "CSVSubmissionTasks")
-    spec = more[kind] | spec
+    entrypoint = spec.get("task_entrypoint", "CSVSubmissionTasks")
+    spec = more[entrypoint] | spec
     scores = {key.lower(): value for key, value in spec["baseline_scores"][0].items()}
     parts = []
     for starter in spec.get("starter_code", []):
@@ -45,10 +45,10 @@ def load_mlgym(root: Path, name: str) -> Task:
     files = joined(name, *parts)
     hidden = {}
     for pattern in ["evaluate.py", *spec.get("hidden", [])]:
-        found = fnmatch.filter(files, pattern)
-        if not found and pattern != "evaluate.py":
+        matching = fnmatch.filter(files, pattern)
+        if not matching and pattern != "evaluate.py":
             raise UserError(f"Task {name} hides {pattern}, but no file in its workspace is that.")
-        for path in found:
+        for path in matching:
             hidden[path] = files.pop(path)
     requirements = None
     if not spec.get("use_generic_conda", True):
@@ -57,7 +57,7 @@ def load_mlgym(root: Path, name: str) -> Task:
     text = spec["description"].replace("{dataset_docs}", "\n\n".join(docs)).strip()
     note = f"evaluate.py is not in the workspace: it runs elsewhere. {spec.get('note', '')}"
     timeout = spec.get("training_timeout") or 3600
-    facts = {
+    more = {
         "name": name,
         "prompt": f"{text}\n\n{note}".strip(),
         "baseline": scores[spec["metric"].lower()],
@@ -67,7 +67,7 @@ def load_mlgym(root: Path, name: str) -> Task:
         "splits": ["test"],
         "step_timeout": timeout,
         "source": "mlgym",
-        "imported": spec["artefacts"] if kind == "PythonSubmissionTasks" else [],
+        "imported": spec["artefacts"] if entrypoint == "PythonSubmissionTasks" else [],
         "requirements": requirements,
     }
-    return validated(Task, {"grade_timeout": timeout} | spec | facts, path)
+    return validated(Task, {"grade_timeout": timeout} | spec | more, path)

@@ -114,8 +114,8 @@ def csv_rules(train: Path, test: Path) -> Iterator[tuple[str, str]]:
     constants = {f"{rank}, {value}": value for rank, (value, _) in frequent}
     with suppress(ValueError):  # not all of them are numbers
         numbers = list(map(float, counts.elements()))
-        for kind, middle in (("mean", fmean(numbers)), ("median", median(numbers))):
-            constants[f"the {kind}, {middle:.6g}"] = middle
+        for name, middle in (("mean", fmean(numbers)), ("median", median(numbers))):
+            constants[f"the {name}, {middle:.6g}"] = middle
     for name, value in constants.items():
         text = io.StringIO()
         table = csv.writer(text, lineterminator="\n")

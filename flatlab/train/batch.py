@@ -65,7 +65,7 @@ class Plan:
     def numbers(self, ranks) -> tuple[range, range]:
         """Numbers of the groups and of the replacements that this rank plays."""
         count = len(self.tasks)
-        mine = slice(ranks.rank, None, ranks.world)
+        mine = slice(ranks.rank, None, ranks.world_size)
         return range(count)[mine], range(count, count + len(self.replacements))[mine]
 
 
@@ -145,33 +145,34 @@ def micro_batches(sequences: list[TrainSequence], policy):
         return sequence.tokens[: min(sequence.mask.index(1), PROMPT_KEY_TOKENS)]
 
     for _, alike in itertools.groupby(sorted(sequences, key=beginning), key=beginning):
-        part = []
+        micro_batch = []
         for sequence in sorted(alike, key=lambda s: len(s.tokens)):
-            if part and policy.pass_tokens(pairs_of([*part, sequence])) > policy.micro_tokens:
-                yield part
-                part = []
-            part.append(sequence)
-        yield part
+            larger = pairs_of([*micro_batch, sequence])
+            if micro_batch and policy.pass_tokens(larger) > policy.micro_tokens:
+                yield micro_batch
+                micro_batch = []
+            micro_batch.append(sequence)
+        yield micro_batch
 
 
-def pairs_of(part: list[TrainSequence]) -> list[tuple[list[int], list[int]]]:
+def pairs_of(sequences: list[TrainSequence]) -> list[tuple[list[int], list[int]]]:
     """The tokens and the mask of each of these sequences, for Trainer.logprobs."""
-    return [(s.tokens, s.mask) for s in part]
+    return [(s.tokens, s.mask) for s in sequences]
 
 
-def column(part: list[TrainSequence], name: str, device):
+def column(sequences: list[TrainSequence], name: str, device):
     """A field of these sequences as a tensor of shape (N,), N trained tokens."""
     from flatlab.model.packing import on_device
 
-    values = [np.asarray(getattr(s, name), np.float32) for s in part]
+    values = [np.asarray(getattr(s, name), np.float32) for s in sequences]
     return on_device(np.concatenate(values), device)
 
 
-def sequence_numbers(part: list[TrainSequence], device):
+def sequence_numbers(sequences: list[TrainSequence], device):
     """The number of each trained token's sequence, a tensor of shape (N,)."""
     from flatlab.model.packing import on_device
 
-    return on_device(np.repeat(np.arange(len(part)), [len(s.old) for s in part]), device)
+    return on_device(np.repeat(np.arange(len(sequences)), [len(s.old) for s in sequences]), device)
 
 
 def draw_kl_weights(count: int, share: float, kl: float, seed: str) -> list[float | None]:

@@ -28,7 +28,7 @@ def resume(
 
     Raises UserError if there are checkpoints, but none is whole, or if such an adapter is damaged.
     """
-    found = None
+    state = None
     if job.run:
         best = None
         if compared and job.run.checkpoints():
@@ -38,8 +38,8 @@ def resume(
             best = read_own(read_mapping, job.run.dir / "best" / EVALUATION)
         step, folder = newest_whole(policy, optimizer, job.run)
         cut(job.run, step)
-        found = step, folder, job.run.rows(), best
-    step, folder, rows, job.best = job.ranks.first(found)
+        state = step, folder, job.run.rows(), best
+    step, folder, rows, job.best = job.ranks.first(state)
     job.step = step + 1
     if folder:
         if not job.run:  # rank 0 has loaded it
@@ -84,8 +84,8 @@ def restore(policy, optimizer, folder: Path) -> None:
                     raise ValueError(f"{name} of parameter {number} has another shape")
                 if not tensor.isfinite().all():
                     raise ValueError(f"{name} of parameter {number} holds NaN or infinity")
-        for group, own in zip(saved["optimizer"]["param_groups"], optimizer.param_groups):
-            group.update({name: own[name] for name in own if name != "params"})  # as set today
+        for group, today in zip(saved["optimizer"]["param_groups"], optimizer.param_groups):
+            group.update({name: today[name] for name in today if name != "params"})  # as set today
         optimizer.load_state_dict(saved["optimizer"])
 
 
@@ -139,7 +139,7 @@ def keep_best(policy, job, result: dict) -> None:
         job.update_result(best=result)
 
 
-async def compare(policy, evaluate: Callable, job) -> dict:
+async def compare_adapters(policy, evaluate: Callable, job) -> dict:
     """Plays the same fresh seeds with the untrained, the last and the best adapter.
 
     evaluate(name, test=whether to score the test part): plays and saves episodes, and returns their
@@ -148,16 +148,16 @@ async def compare(policy, evaluate: Callable, job) -> dict:
     """
     adapters = await in_trainer(final_adapters, job)
     steps = {"untrained": -1, "last": job.step - 1, "best": job.best["step"]}
-    played = {}  # by digest of the weights
+    evaluated = {}  # by digest of the weights
     for name in ("best", "untrained", "last"):
         folder, weights = adapters[name]
-        if weights not in played:
+        if weights not in evaluated:
             policy.load_adapter(folder)
             policy.sync(steps[name] + 1)
             print(f"evaluating  the {name} adapter")
             when = f"final-{name}"
-            played[weights] = await evaluate(when, test=name == "best"), when
-    same = {name: played[weights] for name, (_, weights) in adapters.items()}
+            evaluated[weights] = await evaluate(when, test=name == "best"), when
+    same = {name: evaluated[weights] for name, (_, weights) in adapters.items()}
     return metrics.comparison(same, job.tasks, steps)
 
 

@@ -111,7 +111,7 @@ class Ranks:
     """The processes of a job. Without a process group there is one, and nothing is exchanged."""
 
     rank: int = 0
-    world: int = 1  # number of ranks
+    world_size: int = 1  # number of ranks
     group: object = None
 
     def sum(self, *numbers: float) -> list[float]:
@@ -155,7 +155,7 @@ class Ranks:
         import torch
 
         mine = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
-        sizes = [0] * self.world
+        sizes = [0] * self.world_size
         sizes[self.rank] = len(mine)
         sizes = [int(size) for size in self.sum(*sizes)]
         # Every rank adds its part to zeros.
@@ -180,7 +180,7 @@ def mismatch(name: str, other: str) -> UserError:
 
 
 @functools.cache
-def join(timeout: float = 24 * 3600) -> Ranks:
+def join_ranks(timeout: float = 24 * 3600) -> Ranks:
     """The ranks of this job, which the first call joins. Call it before anything touches CUDA: a
     rank of torchrun sees only its own GPU.
 
@@ -188,10 +188,10 @@ def join(timeout: float = 24 * 3600) -> Ranks:
     UserError if the variables of torchrun do not fit together, or if there are GPUs, but fewer than
     ranks.
     """
-    world = threads.whole_number("WORLD_SIZE", 1)
-    if threads.whole_number("RANK", 0, low=0) >= world:
+    world_size = threads.whole_number("WORLD_SIZE", 1)
+    if threads.whole_number("RANK", 0, low=0) >= world_size:
         raise mismatch("RANK", "WORLD_SIZE")
-    if world == 1:
+    if world_size == 1:
         return Ranks()
     for name in ("LOCAL_RANK", "RANK", "MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
@@ -209,12 +209,12 @@ def join(timeout: float = 24 * 3600) -> Ranks:
             raise UserError(f"torchrun starts more processes here than there are GPUs ({count}).")
         os.environ["CUDA_VISIBLE_DEVICES"] = str(visible[local])
     meeting = distributed.rendezvous("env://", timeout=timedelta(seconds=120))
-    store, rank, world = next(meeting)
+    store, rank, world_size = next(meeting)
     store = distributed.PrefixStore("flatlab", store)
-    group = distributed.ProcessGroupGloo(store, rank, world, timedelta(seconds=timeout))
+    group = distributed.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout))
     if rank:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # rank 0 says what happens
-    ranks = Ranks(rank, world, group)
+    ranks = Ranks(rank, world_size, group)
     # The group's threads must be joined before the interpreter ends, so it is dropped at exit.
     atexit.register(setattr, ranks, "group", None)
     return ranks
@@ -234,7 +234,7 @@ class TrainingRun:
     began: float = 0.0  # see start_clock()
     evaluation_seconds: float = 0.0  # of the latest evaluation
     stopped: str = ""  # why metrics.collapse ended the run
-    ranks: Ranks = field(default_factory=join)
+    ranks: Ranks = field(default_factory=join_ranks)
 
     def start_clock(self) -> None:
         """Begins to count the seconds of the run, after those of earlier starts."""

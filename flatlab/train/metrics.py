@@ -116,10 +116,10 @@ def evaluation(rows: list[dict], tasks: list[Task]) -> dict:
         scopes = {"": (graded, tasks[0] if len(tasks) == 1 else None)}
         if len(tasks) > 1:
             for task in tasks:
-                own = [row for row in graded if row["task"] == task.name]
-                scopes |= {f"{task.name}.": (own, task)} if own else {}
-        for scope, (own, task) in scopes.items():
-            numbers = summary(own, task)
+                of_task = [row for row in graded if row["task"] == task.name]
+                scopes |= {f"{task.name}.": (of_task, task)} if of_task else {}
+        for scope, (scoped, task) in scopes.items():
+            numbers = summary(scoped, task)
             result |= {f"{scope}{prefix}{key}": numbers[key] for key in numbers}
     return result
 
@@ -141,15 +141,15 @@ def split_of(tasks: list[Task]) -> str:
 # ------------------------------------------------------------------------------ the end of a run
 
 
-def comparison(played: dict, tasks: list[Task], steps: dict) -> dict:
+def comparison(evaluated: dict, tasks: list[Task], steps: dict) -> dict:
     """Evaluations of adapters on the same fresh seeds, as in result.json.
 
-    played: name -> (groups, `when` of their rows), the same for adapters with equal weights. steps:
-    name -> step of the adapter.
+    evaluated: name -> (groups, `when` of their rows), the same for adapters with equal weights.
+    steps: name -> step of the adapter.
     """
-    untrained = played["untrained"]
-    final = {"split": split_of(tasks), "best_is_untrained": played["best"] is untrained}
-    for name, (groups, when) in played.items():
+    untrained = evaluated["untrained"]
+    final = {"split": split_of(tasks), "best_is_untrained": evaluated["best"] is untrained}
+    for name, (groups, when) in evaluated.items():
         result = evaluation(episode_rows(groups), tasks) | {"when": when}
         if name != "untrained":
             result |= paired_difference(groups, untrained[0]) | {"step": steps[name]}

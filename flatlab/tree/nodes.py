@@ -160,7 +160,7 @@ class Tree:
         """Number of nodes that were started, also those that a killed search has lost."""
         return 1 + max(node.order for node in self.nodes.values())
 
-    def start(self, choice: Choice, op: str, mark: str) -> Node:
+    def start_node(self, choice: Choice, op: str, mark: str) -> Node:
         """Adds the node that was chosen; from now on the rules see it as running."""
         place = 0
         # A search that was killed may have lost the nodes between others.

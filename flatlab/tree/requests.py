@@ -159,20 +159,20 @@ def in_json(text):
     cut off. The strategy of an object that cannot be read is "".
     """
     text = BACKSLASH.sub(lambda found: found[1] or r"\\", text)
-    start = text.find("{")
-    while start >= 0:
+    place = text.find("{")
+    while place >= 0:
         try:
-            item, end = DECODER.raw_decode(text, start)
+            item, end = DECODER.raw_decode(text, place)
         except (ValueError, RecursionError):
             item = {}
         idea = item.get("text") or item.get("strategy")
         if isinstance(idea, str):
             yield idea, item.get("probability")
         else:
-            end = start + 1  # what it holds comes next
-            if STRATEGY.match(text, start):
+            end = place + 1  # what it holds comes next
+            if STRATEGY.match(text, place):
                 yield "", None
-        start = text.find("{", end)
+        place = text.find("{", end)
 
 
 # Groups: name, attributes, content, end tag ("" if the element does not end), what stands behind it

@@ -333,13 +333,13 @@ async def play(
     deadline = time.monotonic() + 60 * options.episode_minutes
     try:
         for number in range(options.max_turns):
-            start = time.monotonic()
-            if start >= deadline:
+            began = time.monotonic()
+            if began >= deadline:
                 return "time_limit"
             before = history.fit(policy.context - options.max_reply_tokens)
             seed = reply_seed(episode.seed, number)
             reply = policy.sample(before, options.max_reply_tokens, seed=seed)
-            sample = await asyncio.wait_for(reply, deadline - start)
+            sample = await asyncio.wait_for(reply, deadline - began)
             episode.tokens += sample.reply_tokens
             left = max(1.0, deadline - time.monotonic())
             try:
@@ -454,7 +454,7 @@ async def run_episode(
     episode.turns, episode.segments = [], []
     episode.fault = episode.refusal = ""
     score = test = None
-    begin = time.monotonic()
+    began = time.monotonic()
     tested = score_test and not env.task.exact
     try:
         read = await begin_episode(env, policy, episode, options, history)
@@ -468,9 +468,9 @@ async def run_episode(
         score = await in_thread(env.crash_score, fault)
         if score:
             status = crashed(episode)
-            test = replace(score, split=env.task.splits[-1]) if tested else None
+            test = score if tested else None
     episode.status = status
     episode.judge(env.task, score, test)
-    episode.seconds = time.monotonic() - begin
+    episode.seconds = time.monotonic() - began
     episode.packed = await in_thread(packed_tokens, episode.segments)
     return episode

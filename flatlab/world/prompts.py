@@ -203,7 +203,7 @@ def note(options, env, turns: list[dict], turns_left: int, seconds_left: float) 
         minutes_left=round(seconds_left / 60),
         best=best(scored, key=lambda turn: turn["score"], default=None),
         missing=missing(env) if asks else [],
-        repeated=repeated(turns),
+        repeated=repeated_line(turns),
         turn=turns[-1],
     )
 
@@ -216,11 +216,11 @@ def missing(env) -> list[str]:
     return [name for name in names if found[name].get("error") == "is not there"]
 
 
-def repeated(turns: list[dict]) -> str:
+def repeated_line(turns: list[dict]) -> str:
     """The last line that the last commands led to, if an earlier reply had the same; else ""."""
     *earlier, said = [turn["action"] or turn["reply"] for turn in turns]
     if said not in earlier:
         return ""
     lines = [line.strip() for line in turns[-1]["observation"].splitlines() if line.strip()]
-    own = [line for line in lines if line[0] != "["] or lines or ["nothing"]
-    return own[-1][:200]
+    printed = [line for line in lines if line[0] != "["] or lines or ["nothing"]
+    return printed[-1][:200]

@@ -63,13 +63,13 @@ def read_task(folder: Path) -> Task:
     image, workdir = foreign_image(
         folder / "environment",
         folder.name,
-        value_of(spec, "environment.docker_image"),
-        value_of(spec, "environment.workdir"),
+        setting(spec, "environment.docker_image"),
+        setting(spec, "environment.workdir"),
     )
     for artifact in spec.get("artifacts", []):
         if not str(artifact).startswith(f"{workdir}/"):
             raise UserError(f"{folder} has the artifact {artifact}, not a path below {workdir}.")
-    is_offline = value_of(spec, "environment.network_mode") == "no-network"
+    is_offline = setting(spec, "environment.network_mode") == "no-network"
     return Task(
         name=folder.name,
         prompt=f"{prompt.strip()}\n\nThe path {workdir} leads to your workspace.",
@@ -83,10 +83,10 @@ def read_task(folder: Path) -> Task:
         hidden=hidden,
         grader=("python3", "-I", ".flatlab/grade.py"),
         splits=("test",),
-        step_timeout=float(value_of(spec, "agent.timeout_sec", SECONDS)),
-        grade_timeout=float(value_of(spec, "verifier.timeout_sec", SECONDS)),
-        needs_gpu=float(value_of(spec, "environment.gpus", 0)) > 0,
-        needs_network=not is_offline and value_of(spec, "environment.allow_internet", True),
+        step_timeout=float(setting(spec, "agent.timeout_sec", SECONDS)),
+        grade_timeout=float(setting(spec, "verifier.timeout_sec", SECONDS)),
+        needs_gpu=float(setting(spec, "environment.gpus", 0)) > 0,
+        needs_network=not is_offline and setting(spec, "environment.allow_internet", True),
         source="harbor",
         image=image,
     )
@@ -95,14 +95,14 @@ def read_task(folder: Path) -> Task:
 def refuse(folder: Path, spec: dict) -> None:
     """Raises UserError if the folder asks for something that a sandbox cannot give."""
     asked = [name for name in REFUSED_FILES if (folder / name).exists()]
-    asked += [f"{key} (task.toml)" for key in REFUSED_KEYS if value_of(spec, key)]
-    if float(value_of(spec, "environment.memory_mb", 0)) > MEMORY_MB:
+    asked += [f"{key} (task.toml)" for key in REFUSED_KEYS if setting(spec, key)]
+    if float(setting(spec, "environment.memory_mb", 0)) > MEMORY_MB:
         asked.append(f"more than {MEMORY_MB} MB of memory")
     if asked:
         raise UserError(f"{folder} asks for what a sandbox here lacks: {', '.join(asked)}.")
 
 
-def value_of(spec: dict, key: str, default=None):
+def setting(spec: dict, key: str, default=None):
     section, name = key.split(".")
     return spec.get(section, {}).get(name, default)
 

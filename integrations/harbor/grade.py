@@ -41,10 +41,10 @@ def replace_workspace() -> None:
             if member.isdir():
                 os.makedirs(path, exist_ok=True)
             if member.isfile():
-                write(path, archive.extractfile(member).read(), member.mode)
+                write_file(path, archive.extractfile(member).read(), member.mode)
 
 
-def write(path: str, data: bytes, mode: int) -> None:
+def write_file(path: str, data: bytes, mode: int) -> None:
     """Writes a file, unless it is there with this content, and sets its mode."""
     file = Path(path)
     if not file.exists() or file.read_bytes() != data:

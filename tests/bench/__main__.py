@@ -16,7 +16,6 @@
     python tests/bench objectives  losses and advantages on the built-in tasks; an hour
     python tests/bench pretrained  SmolLM2 imitates, then GRPO, on two tasks; an hour
     python tests/bench real-agent  a coder of 1.5B through an endpoint (needs node); two hours
-    python tests/bench partial-credit  GRPO of SmolLM2 with a reward for failures, and without
     python tests/bench learned-search  searches that learn against frozen ones; two hours
     python tests/bench search      modes and rules of search.py at equal tokens; an hour
     python tests/bench start       seconds from a command to its first line and its first step
@@ -54,7 +53,6 @@ SECTIONS = {
     "objectives": "bench.learning.objectives",
     "pretrained": "bench.learning.pretrained",
     "real-agent": "bench.real_agent.real_agent",
-    "partial-credit": "bench.learning.partial_credit",
     "learned-search": "bench.learned_search.learned_search",
     "search": "bench.search.search",
     "start": "bench.start.start",

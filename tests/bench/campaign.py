@@ -34,7 +34,6 @@ PLAN = {
     "mutants": ("--count 330", MUTATED),
     "search": ("--seeds 0,1,2,3,4,5,6,7,8,9 --jobs 24", TREES),
     "real-agent": ("", f"configs/prompts evaluate.py flatlab/model/endpoint.py {WORLD}"),
-    "partial-credit": ("--seeds 0", TRAINING),
     "pretrained": ("--jobs 2", f"{IMITATION} {TRAINING}"),
     "learned-search": ("", f"examples/learn.py {TREES}"),
 }

@@ -1,4 +1,4 @@
-"""The sections `learning`, `objectives`, `pretrained` and `partial-credit`: whole runs of grpo.py.
+"""The sections `learning`, `objectives` and `pretrained`: whole runs of grpo.py.
 
 They are in this folder. A run that was finished before is read and not repeated.
 `python viz.py logs/*` compares them.
@@ -112,12 +112,3 @@ def pretrained(args):
         flags = f"{PROJECT}/configs/grpo-cpu.yaml --task {task} --model logs/sft-{task}/best"
         variants[f"pretrained-{task}"] = f"grpo.py {flags}"
     return run_all(variants, args)
-
-
-def partial_credit(args):
-    """SmolLM2 without an imitation, one reply an episode: rewarded for failures too, and not."""
-    flags = f"{PROJECT}/configs/grpo-cpu.yaml --task titanic --model {get_model()} --steps 15"
-    flags += " --max-turns 1 --group-size 16 --eval-episodes 32 --eval-every 15"
-    scripts = {"partial": "tests/bench/partial_credit.py", "continuous": "grpo.py"}
-    names = args.only.split(",") if args.only else scripts
-    return run_all({f"{name}-titanic": f"{scripts[name]} {flags}" for name in names}, args)

