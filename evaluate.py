@@ -25,6 +25,7 @@ from pathlib import Path
 import env
 from flatlab import options
 from flatlab.errors import UserError
+from flatlab.heartbeat import stoppable
 from flatlab.model.path import model_name
 from flatlab.numbers import value_text
 from flatlab.options import Count, Resumable
@@ -179,7 +180,7 @@ def evaluate_seeds(cfgs: list[Config], model, roots: dict | None) -> list[Path]:
                 run.update_result(left_out=left_out)
                 policy = policy or open_engine(cfg, model, cfg.seed, cfg.concurrency)
                 numbers = episode_numbers(tasks, cfg, left_out)
-                asyncio.run(evaluate(policy, tasks, numbers, cfg, run))
+                asyncio.run(stoppable(evaluate(policy, tasks, numbers, cfg, run)))
         console.print_outcome(run.dir)
         directories.append(run.dir)
     return directories

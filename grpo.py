@@ -47,7 +47,7 @@ from typing import Annotated, Literal
 import env
 from flatlab import options, threads
 from flatlab.errors import UserError, finite, finite_list
-from flatlab.heartbeat import heartbeat
+from flatlab.heartbeat import heartbeat, stoppable
 from flatlab.options import Count, Ge, Le, Number, Positive, Resumable, Whole, derived
 from flatlab.runs import cli, start
 from flatlab.task.value import evaluation_columns, summary_text
@@ -692,7 +692,7 @@ def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train, c
                 env.check_context(tasks, cfg, policy or token_counter(cfg, model))
                 policy = policy or load_policy(policy_class, cfg, model)
                 policy.reset(cfg.seed)
-                asyncio.run(train(policy, cfg, job))
+                asyncio.run(stoppable(train(policy, cfg, job)))
         if job.run:
             console.farewell(job.run)
     end_runs([job.run for job in jobs if job.run])

@@ -69,6 +69,7 @@ def open_engine(cfg, path: ModelPath, seed: int, max_batch: int):
     return Policy(path, cfg.model, seed, max_batch, trains=False)
 
 
+@heartbeat("tokenizer is loading")
 def token_counter(cfg, path: ModelPath) -> ChatTokens:
     """Counts tokens as the engine does, before one starts; see env.check_context."""
     with loading("transformers", path.base):

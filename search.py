@@ -41,6 +41,7 @@ from typing import Annotated, Literal
 import env
 from flatlab import options
 from flatlab.errors import SandboxFault, UserError
+from flatlab.heartbeat import heartbeat, stoppable
 from flatlab.model.path import model_name
 from flatlab.numbers import value_text
 from flatlab.options import Count, Ge, Le, Number, Positive, Resumable, Several, Whole
@@ -414,9 +415,10 @@ async def search(trees: list[Tree], policy, workers: int) -> None:
 async def close(t: Tree) -> None:
     """Chooses the best node and scores it on the test part."""
     stopped_by = t.spent() or "tree"
-    t.chosen = await choose(t)
-    if t.chosen.kept and len(t.task.splits) > 1:
-        await hidden_value(t, t.chosen, t.task.splits[-1])
+    with heartbeat(f"choosing the best node of {t.run.dir}"):
+        t.chosen = await choose(t)
+        if t.chosen.kept and len(t.task.splits) > 1:
+            await hidden_value(t, t.chosen, t.task.splits[-1])
     t.run.update_result(**result_json(t) | {"stopped_by": stopped_by, "status": "finished"})
 
 
@@ -487,7 +489,7 @@ def check(cfg: Config) -> None:
 def grow_all(trees: list[Tree], cfg: Config, model) -> None:
     """Loads the model and grows the trees. cfg: of the first tree."""
     policy = open_engine(cfg, model, cfg.seed, max(8, cfg.workers))
-    asyncio.run(search(trees, policy, cfg.workers))
+    asyncio.run(stoppable(search(trees, policy, cfg.workers)))
 
 
 def main(config_class=Config, script=SCRIPT, check=check, grow_all=grow_all) -> None:
@@ -513,7 +515,7 @@ def main(config_class=Config, script=SCRIPT, check=check, grow_all=grow_all) -> 
             if not first.url:
                 env.check_context(tasks, first, token_counter(first, model))
             grow_all(growing, first, model)
-    console.print_end(trees, where)
+    console.print_end(trees)
 
 
 if __name__ == "__main__":

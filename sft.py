@@ -20,7 +20,7 @@ from typing import Annotated
 
 from flatlab import options
 from flatlab.errors import UserError
-from flatlab.files import content_key
+from flatlab.files import absent, content_key
 from flatlab.model.chat import Sample
 from flatlab.numbers import counted
 from flatlab.options import Count, Le, Positive, Resumable, derived
@@ -72,7 +72,7 @@ def best_episodes(cfg: Config, tasks: list) -> list[dict]:
     by_task = {task.name: {} for task in tasks}  # task -> replies -> (improvement, transcript)
     for run in cfg.runs:
         if not Path(run).is_dir():
-            raise UserError(f"--runs: there is no run directory {run}.")
+            raise absent(run)
         for file in sorted(Path(run).rglob(EPISODES)):
             # the names of evaluations begin with a letter
             rows = [row for row in store.read_episodes(file.parent) if row["when"].isdigit()]

@@ -26,7 +26,7 @@ import flatlab  # noqa: F401 (says what to do without the environment)
 # isort: split
 import tyro
 
-from flatlab.errors import UserError
+from flatlab.errors import UserError, nearest
 from flatlab.runs import cli
 from flatlab.suites.attempts import read_suite
 from flatlab.suites.report import suite_report
@@ -122,10 +122,10 @@ def list_text(run: RunData, step: int | None = None) -> str:
 
 def pick(run: RunData, id: str) -> dict:
     """The row with this id. Raises UserError if there is none."""
-    for row in run.episodes:
-        if row["id"] == id:
-            return row
-    raise UserError(f"{run.dir} has no transcript '{id}'; --list shows them all.")
+    rows = {row["id"]: row for row in run.episodes}
+    if id not in rows:
+        raise UserError(f"{run.dir} has no transcript '{id}'; {nearest(id, [*rows])}.")
+    return rows[id]
 
 
 def best_of(run: RunData) -> dict:
@@ -200,7 +200,5 @@ def draw_runs(runs: list, options: Options) -> None:
 
 
 if __name__ == "__main__":
-    cli.show_defaults(Options, {})
     args = [word for word in sys.argv[1:] if word != "--runs"]  # with or without it
-    options = {"args": args, "description": __doc__, "config": (tyro.conf.DisallowNone,)}
-    cli.one_sentence(lambda: main(tyro.cli(Options, **options)))
+    cli.one_sentence(lambda: main(cli.call(Options, args, __doc__)))

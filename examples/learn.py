@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import grpo  # noqa: E402
 import search  # noqa: E402
 from flatlab.errors import UserError  # noqa: E402
+from flatlab.heartbeat import stoppable  # noqa: E402
 from flatlab.numbers import standard_error  # noqa: E402
 from flatlab.options import Count, Ge, Positive, Resumable, derived  # noqa: E402
 from flatlab.runs import cli  # noqa: E402
@@ -179,7 +180,7 @@ def check(cfg: Config) -> None:
 def grow_all(trees: list[Tree], cfg: Config, model) -> None:
     """Loads the model and grows the trees."""
     policy = Policy(model, cfg.model, cfg.seed, max(8, cfg.workers))
-    asyncio.run(learn(trees, policy, cfg))
+    asyncio.run(stoppable(learn(trees, policy, cfg)))
 
 
 if __name__ == "__main__":

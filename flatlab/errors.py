@@ -7,6 +7,7 @@ import errno
 import math
 import os
 import re
+import textwrap
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -106,7 +107,8 @@ def sentence_of(error: BaseException) -> str:
 
 
 def nearest(name: str, names: list[str]) -> str:
-    """A hint for a misspelt name: the closest names, then all of them."""
+    """A hint for a misspelt name: the closest names, then as many as fit into a few lines."""
     close = difflib.get_close_matches(name, names, cutoff=0.4)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
-    return f"{hint}the names are {', '.join(names)}" if names else "there is none"
+    listed = textwrap.shorten(", ".join(names), 400, placeholder=" ...")
+    return f"{hint}the names are {listed}" if names else "there is none"

@@ -13,7 +13,16 @@ from pathlib import Path
 
 import yaml
 
-from flatlab.errors import UserError
+from flatlab.errors import UserError, nearest
+
+
+def absent(path: str | Path) -> UserError:
+    """The error that a file or folder does not exist, with the names that stand in its place."""
+    missing = Path(path)
+    while not missing.parent.exists():
+        missing = missing.parent
+    names = sorted(found.name for found in missing.parent.glob("[!.]*"))
+    return UserError(f"There is no file or folder {path}; {nearest(missing.name, names)}.")
 
 
 def temporary(final: Path) -> Path:
@@ -105,6 +114,8 @@ def read_mapping(path: Path, default: dict | None = None, loader=YamlLoader) -> 
     """
     if default is not None and not path.exists():
         return default
+    if not os.path.lexists(path):  # a link to nothing is named by the system's error
+        raise absent(path)
     with usable(path):
         data = path.read_bytes()
         content = json.loads(data) if path.suffix == ".json" else yaml.load(data, loader)
@@ -125,7 +136,7 @@ def validated(kind: type, values, path: Path | str, strict: bool = False):
         return TypeAdapter(kind).validate_python(values, strict=strict)
     except ValidationError as error:
         first = error.errors()[0]
-    where = ".".join(map(str, first["loc"]))
+    where = ".".join(part for part in first["loc"] if isinstance(part, str))
     if first["type"] == "missing":
         raise UserError(f"{path} lacks the key {where}.")
     said = [str(path), where, first["msg"]]

@@ -1,5 +1,6 @@
 """A sign of life from what takes long."""
 
+import asyncio
 import sys
 import threading
 import time
@@ -33,3 +34,18 @@ def heartbeat(text: str | Callable):
     finally:
         has_ended.set()
         thread.join()
+
+
+async def stoppable(work):
+    """Awaits a coroutine. Ctrl-C says at once that it stops, and how long its sandboxes and threads
+    take to end.
+    """
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait([task])
+    except asyncio.CancelledError:
+        print("\nstopping: sandboxes and replies in flight are being ended", file=sys.stderr)
+        task.cancel()
+        with heartbeat("stopping"):
+            await asyncio.wait([task])
+    task.result()

@@ -742,8 +742,9 @@ def test_a_model_that_cannot_be_used_is_one_sentence(random_model, tmp_path):
         "The model no/such-model (huggingface_hub; see docs/models.md) cannot be used: LocalEntry"
     )
     assert said in refused("no/such-model")
+    assert "Local models: did you mean tiny? the names are tiny" in refused("tinny")
     for name in "logs/no ./no ../no ~no/m no/such/model /no".split():
-        assert refused(name) == f"There is no folder {name}."
+        assert refused(name).startswith(f"There is no file or folder {name}; ")
     (tmp_path / "best").mkdir()
     (tmp_path / "best/adapter_config.json").touch()
     assert refused(str(tmp_path)) == f"{tmp_path} is a run: its adapter is {tmp_path}/best."

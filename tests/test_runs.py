@@ -1,5 +1,6 @@
 """A run directory is whole after kill -9, has one writer, and refuses another config."""
 
+import asyncio
 import contextlib
 import errno
 import itertools
@@ -524,7 +525,7 @@ DAMAGED = {
 
 
 def test_bad_presets(parse, tmp_path, capsys):
-    with user_error("nothing.yaml cannot be used: .* No such file"):
+    with user_error("There is no file or folder .*nothing.yaml; "):
         cli.parse_configs(Nested, [str(tmp_path / "nothing.yaml")])
     for text, sentence in DAMAGED.items():
         with user_error(sentence):
@@ -553,6 +554,8 @@ def test_a_value_of_a_preset_is_the_text_in_the_file(parse):
 WRONG_VALUES = {
     "--tau abc": "--tau needs a number, not 'abc'.",
     "--minutes it's": '--minutes needs a number, not "it\'s".',
+    "--minutes nan": "--minutes needs a number, not 'nan'.",
+    "--tau -inf": "--tau needs a number, not '-inf'.",
     "--minutes=": "--minutes needs a number, not ''.",
     "--steps 1.5": "--steps needs a whole number, not '1.5'.",
     "--seeds 1 x": "--seeds needs a whole number, not 'x'.",
@@ -715,6 +718,24 @@ def test_what_takes_long_says_how_long(monkeypatch, capsys, is_terminal, end):
         time.sleep(0.1)
     assert f"0 of 8 episodes (0 s){end}1 of 8 episodes (0 s){end}" in capsys.readouterr().out
     assert said.count("\n") == 1 if is_terminal else said.count("\r") == 0
+
+
+def test_ctrl_c_says_at_once_that_it_stops_and_then_how_long_it_takes(monkeypatch, capsys):
+    monkeypatch.setattr(heartbeat, "EVERY", 0.02)
+    said = []
+
+    async def work():
+        try:
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.sleep(60)
+        finally:
+            said.append(capsys.readouterr().err)
+            await asyncio.sleep(0.1)  # a sandbox ends
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(heartbeat.stoppable(work()))
+    assert said == ["\nstopping: sandboxes and replies in flight are being ended\n"]
+    assert capsys.readouterr().out.startswith("stopping (0 s)\nstopping (0 s)\n")
 
 
 def test_a_wrong_key_of_wandb_is_one_sentence(tmp_path, monkeypatch):

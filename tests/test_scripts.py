@@ -123,7 +123,7 @@ def imitate(policy, tmp_path, quick_provenance):
 
 
 def test_nothing_to_imitate_is_one_sentence(policy, stored, imitate, monkeypatch):
-    with user_error("--runs: there is no run directory nowhere"):
+    with user_error("There is no file or folder nowhere; "):
         chosen_replies("nowhere", 0.5)
     with user_error("--runs: no episode of titanic in .*a beats the baseline"):
         chosen_replies(stored(talk(0.5, "a")), 0.5)

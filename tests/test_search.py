@@ -215,7 +215,7 @@ def test_budget_k_executes_k(select, workers):
 def test_a_strategy_cannot_steer_the_terminal(capsys):
     strategy = "clear\x1b[2J the screen\u202e"
     t = run(equal, FakePolicy(lambda _, seed: f"Strategy: {strategy} {seed}"), nodes=2)
-    console.print_end([t], t.run.dir)
+    console.print_end([t])
     said = capsys.readouterr().out
     assert said.count("clear·[2J the screen·") == 3
     assert not {"\x1b", "\u202e"} & set(said)
@@ -525,7 +525,7 @@ def test_a_grid_shares_the_workers_and_has_a_page(capsys):
         scores = {row["score"]: row["id"] for row in rows(tree) if row["outcome"] == "valid"}
         has(tree, best_id=scores[min(scores)])  # also where it is below the baseline
     where = trees[0].run.dir.parent
-    console.print_end(trees, where)
+    console.print_end(trees)
     assert (where / "report.html").exists()
     assert capsys.readouterr().out.endswith(f"again: python viz.py {where}\n")
 
@@ -649,7 +649,7 @@ def test_a_node_whose_files_are_too_large_keeps_its_score_but_nothing_builds_on_
 
 
 BAD_INPUT = {
-    "--seed 0 -1": "--seed: 1: Input should be greater than or equal to 0, not '-1'",
+    "--seed 0 -1": "--seed: Input should be greater than or equal to 0, not '-1'",
     "--seed 0 0": "--seed has a value twice",
     "--select ucb --rule-args tau=1": "rule ucb has no 'tau'; the names are drafts, c",
     "--select linear --sampling-mode tail": "--select linear asks for no strategies",

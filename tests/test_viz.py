@@ -194,11 +194,11 @@ def kind(name, keys=NEEDED):
 
 
 BROKEN = {
-    "There is no folder": {},
+    "There is no file or folder .*run; there is none": {},
     "no config.yaml": {"x": ""},
     "config.yaml cannot be used: expected ',' or '\]'.*, in line 1:\n.*a: \[1\n.*\^$": STEP
     | {"config.yaml": "a: [1"},
-    "result.json cannot be used: FileNotFound": STEP,
+    "There is no file or folder .*result.json; did you mean .*names are config.yaml, metr": STEP,
     "result.json cannot be used: JSONDecode": STEP | {"result.json": "{"},
     "by another version: its result.json has no baseline": STEP | {"result.json": "{}"},
     "its result.json has no best_id": STEP | kind("search", reader.NEEDED),
@@ -268,7 +268,7 @@ def test_viz_says_how_a_script_was_interrupted(tmp_path, tiny_model, monkeypatch
         assert {*pool.map(interrupted, names)} == {130}
     for script in names:
         path = tmp_path / "logs" / script
-        sentence = "There is no folder"
+        sentence = "There is no file or folder"
         if path.exists():
             sentence = "no config.yaml|not begun"  # interrupted while its first files are written
         if (path / "result.json").exists():
@@ -336,15 +336,17 @@ def test_a_comparison_names_the_runs_in_which_nothing_was_gained(tmp_path):
     ]
     text = compare.table(runs)
     assert (
-        "\n\nThe best adapter is the untrained one, which says nothing about the "
-        "training, in 2 of 2 runs of brave (seeds 0, 1) (last adapter, validation part: -0.2500, "
-        "-0.2500) and 2 of 2 runs of ranks (seeds 0, 1) (last adapter, validation part: +0.2500, "
-        "+0.2500). "
+        "\n\nNothing was gained in 2 of 2 runs of brave (seeds 0, 1) (last adapter, validation "
+        "part: -0.2500, -0.2500) and 2 of 2 runs of ranks (seeds 0, 1) (last adapter, validation "
+        "part: +0.2500, +0.2500): their best adapter is the untrained one, which says nothing "
+        "about the training. "
     ) in text
+    assert "\nValue 0 is the baseline 0.6000, 1 a good known score" in text
+    assert {row["gain over untrained"] for row in rows(*runs)} == {"-"}
     assert "have the values +0.0000 and +0.0000; 2 paired seeds: too few for an interval" in text
     assert {row["last adapter"] for row in rows(*runs)} == {"-0.2500, -0.2500", "+0.2500, +0.2500"}
     gained = compare.table([trained(tmp_path / "a"), trained(tmp_path / "b", lr=2.0)])
-    assert "untrained one, which" not in gained and "last adapter" not in gained
+    assert "Nothing was gained" not in gained and "last adapter" not in gained
 
 
 def test_adapters_with_the_same_values_are_explained_by_how_far_the_last_one_moved(tmp_path):
@@ -367,14 +369,15 @@ def test_the_time_of_a_training_is_that_of_the_command(tmp_path):
 
 
 def test_reasons_of_failures_are_counted_the_most_frequent_first(tmp_path):
-    errors = ["KeyError: 'a'", "KeyError: 'b'", "solve.py: TypeError: x", "no submission", "e", "f"]
+    errors = ["KeyError: 'a'", "KeyError: 'b'", "1 ids are missing, such as 2", "a.py: TypeError"]
+    errors += ["9 ids are missing, such as 7", "Nothing was run. There is no block. Write it.", ""]
     nodes = [node(f"0.{number}", None) for number in range(7)]
-    for each, error in zip(nodes, [*errors, ""]):
+    for each, error in zip(nodes, errors):
         each.reason = error
     nodes[-1].status = "crashed"
     assert results.ends([search_run(tmp_path / "a", nodes)]) == (
-        "7 of 7 nodes failed (value -1): 2 x KeyError, 1 x TypeError, 1 x no submission, 1 x e, "
-        "2 x other; 0 faults."
+        "7 of 7 nodes failed (value -1): 2 x KeyError; 2 x N ids are missing, such as N; "
+        "1 x TypeError; 1 x There is no block; 1 x other; 0 faults."
     )
     assert "1 x broke its sandbox" in results.ends([search_run(tmp_path / "b", nodes[-1:])])
     training = stored(tmp_path / "c", {0: [group(0.7, None)], "eval-0": [group(None)]})
@@ -414,6 +417,11 @@ def test_nothing_to_show_is_exit_code_2(tmp_path):
     ):
         with user_error(sentence):
             viz.list_text(stored(tmp_path / "run"), step)
+
+
+def test_a_number_that_is_rounded_to_zero_has_no_sign():
+    rows = [{"id": "0", "reward": -1e-9, "gain": -1e-9}, {"id": "1", "reward": 1.0, "gain": 5.0}]
+    assert columns.aligned(rows).splitlines()[1].split() == ["0", "+0.000", "0.000"]
 
 
 def test_a_list_of_many_rows_takes_no_time():
@@ -466,8 +474,8 @@ def test_transcripts_of_training_in_the_terminal(tmp_path, capsys):
     assert listed == ids.split()
     assert "a final reply" in printed(capsys, directory, episode="final-best/1")
     assert printed(capsys, directory, best=True).startswith("1/1  0.9")  # of training alone
-    for id in ("7/0", "1/9", "eval-9/5"):
-        with user_error(f"no transcript .{id}"):
+    for id, near in (("7/0", "1/0"), ("eval-9/5", "eval-9/1")):
+        with user_error(f"no transcript '{id}'; did you mean .*{near}.*names are before/0"):
             printed(capsys, directory, episode=id)
 
 
@@ -480,7 +488,9 @@ def test_nodes_of_a_search_in_the_terminal(tmp_path, capsys):
     with user_error("no transcripts of step"):
         printed(capsys, directory, step=0)
     other = searched(tmp_path / "other").dir
-    shutil.rmtree(other / "transcripts")  # so it has no such transcript
+    shutil.rmtree(other / "transcripts")
+    assert "The page lacks transcripts: " in printed(capsys, other)
+    assert "4 of 4 nodes are listed here, 0 of them" in (other / "report.html").read_text()
     text = printed(capsys, directory, other, episode="0.0.0")
     assert "output of 0.0.0" in text
     assert "\n old\n+new\n" in text
@@ -904,6 +914,7 @@ def test_a_search_that_learns_shows_its_rounds_and_their_alarms(tmp_path):
     assert line == "7 - - 0.7500 - - - -".split()
     titles = [axis.get_title() for axis in plots.draw_panels([group_of(run)]).axes]
     assert titles[-1] == "live lineages" and len(titles) == 6
+    assert plots.draw_panels([group_of(run)]).axes[0].get_xlabel() == "nodes"
     html = written(tmp_path, run).read_text()
     assert columns.aligned(rounds) in viz.run_summary(run)
     assert '<td class="number">0.1250</td>' in html
@@ -973,7 +984,8 @@ def test_the_best_episode_of_a_training_has_its_transcript_on_the_page(tmp_path)
     groups = dict.fromkeys(range(9), [group(0.7)])
     groups |= {2: [group(0.9)], "eval-8": [group(0.95)]}
     run = stored(tmp_path / "run", groups)
-    listed = written(tmp_path, run).read_text().split('<details class="episode')[1:]
+    top, *listed = written(tmp_path, run).read_text().split('<details class="episode')
+    assert "What the agent did: run, the best one, 2/0" in top
     whole = [text for text in listed if "is not on the page" not in text]
     ids = [re.search(' id="([^"]+)"', text)[1] for text in whole]
     assert ids == ["8/0", "7/0", "6/0", "2/0", "eval-8/0"]
@@ -1083,15 +1095,15 @@ def test_a_comparison_begins_with_its_answer_and_nothing_is_beyond_the_page(tmp_
         all("table").map(table => table.rows[0].innerText.split("\\t").slice(0, 3).join()),
         all(".wide").every(e => [...e.querySelectorAll("tr")].every(row => [...row.cells].every(
             (cell, i) => cell.className === e.querySelectorAll("th")[i].className))),
-        all(".wide").every(e => e.scrollWidth >= e.clientWidth),
+        all(".wide").every(e => e.scrollWidth <= e.clientWidth),
         document.documentElement.scrollWidth <= innerWidth];
     """
     (answer, titles, tables, *fits), messages = browse(written(tmp_path, *runs), script, width=800)
     assert answer.startswith(
         "a (seeds 0, 1, 2) [lr=aaaaaaaaa] and b (seeds 0, 1, 2) [lr=bbbbbbbbb] do not differ: "
     )
-    assert titles == ["What differs", "Difference", "Each run", "How it was measured"]
-    assert tables[:3] == ["run,lr", "run,runs,difference", "run,value,valid"]
+    assert titles == ["Difference", "Each run", "How it was measured", "Episodes"]
+    assert tables[:2] == ["run,runs,difference", "run,value,valid"]
     assert fits == [True, True, True]
     assert messages == []
 

@@ -5,8 +5,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatlab.errors import UserError
-from flatlab.files import read_mapping
+from flatlab.errors import UserError, nearest
+from flatlab.files import absent, read_mapping
 from flatlab.model.adapter import read_settings
 from flatlab.model.fields import POSITIONS, check_fields
 from flatlab.model.loading import loading
@@ -70,7 +70,7 @@ def read_config(base: str) -> dict:
     if the weights are quantised.
     """
     if FOLDER.match(base) and not Path(base).is_dir():
-        raise UserError(f"There is no folder {base}.")
+        raise absent(base)
     file = config_file(base)
     config = read_mapping(file)
     check_fields(config, file)
@@ -89,5 +89,9 @@ def config_file(base: str) -> Path:
         return Path(base, "config.json")
     from huggingface_hub import hf_hub_download
 
-    with loading("huggingface_hub", base):
-        return Path(hf_hub_download(base, "config.json"))
+    try:
+        with loading("huggingface_hub", base):
+            return Path(hf_hub_download(base, "config.json"))
+    except UserError as error:
+        local = ["tiny", *map(str, Path("logs").glob("*/best"))]
+        raise UserError(f"{error} Local models: {nearest(base, local)}.") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import inspect
 import itertools
+import math
 import os
 import re
 import signal
@@ -117,10 +118,12 @@ def check_word(flag: str, kind, value: str) -> None:
         raise UserError(f"Unknown {flag} {value!r}{hint or '; ' + nearest(value, names)}.")
     if kind in (int, float):
         try:
-            kind(value)
-        except ValueError:
+            is_number = math.isfinite(kind(value))
+        except (ValueError, OverflowError):
+            is_number = False
+        if not is_number:
             wanted = "a whole number" if kind is int else "a number"
-            raise UserError(f"{flag} needs {wanted}, not {value!r}{hint}.") from None
+            raise UserError(f"{flag} needs {wanted}, not {value!r}{hint}.")
 
 
 def check_values(settings) -> None:
@@ -183,13 +186,15 @@ def preset_flags(preset: dict, defaults: dict) -> list[str]:
     return flags
 
 
-def call(function):
-    """Calls a function with the options of the command line."""
-    flags = with_task(sys.argv[1:])
-    check_words(flags, options.kinds_of(function))
-    show_defaults(function, {})
+def call(made, flags: list[str] | None = None, description: str | None = None):
+    """Calls a function with the options of the command line, or makes a dataclass of them. flags:
+    others than those. description: in place of its docstring, for --help.
+    """
+    flags = with_task(sys.argv[1:]) if flags is None else flags
+    check_words(flags, options.kinds_of(made))
+    show_defaults(made, {})
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone)
-    return tyro.cli(function, args=flags, config=config)
+    return tyro.cli(made, args=flags, description=description, config=config)
 
 
 def run(main):

@@ -17,8 +17,8 @@ FEW_SEEDS = 3  # a mean over fewer runs has no interval
 LEAST = 20  # characters that stay of the last column
 # Title -> format of its numbers; those of other columns show four digits of the largest
 FORMATS = {
-    "reward": "+.3f",
-    "advantage": "+.3f",
+    "reward": "+z.3f",
+    "advantage": "+z.3f",
     "seconds": ".1f",
     "valid": ".0%",
     "AUP, best attempt": ".3f",
@@ -101,7 +101,7 @@ def texts_of(values: list, form: str | None = None) -> list[str]:
     """Texts of the values of a column; its fractions have one number of decimals."""
     sizes = [abs(value) for value in values if isinstance(value, float) and value]
     largest = max(filter(math.isfinite, sizes), default=1.0)
-    form = form or f".{min(9, max(0, 3 - math.floor(math.log10(largest))))}f"
+    form = form or f"z.{min(9, max(0, 3 - math.floor(math.log10(largest))))}f"
     texts = [f"{value:{form}}" if isinstance(value, float) else str(value) for value in values]
     return ["-" if text in ("None", "nan", "nan%") else text for text in texts]
 
@@ -133,12 +133,9 @@ def aligned(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def legend(*tables: list[dict], limit: int | None = None) -> str:
-    """Lines about what the columns of these tables mean. limit: characters of a table's line, by
-    default those of the terminal.
-    """
-    limit = limit or terminal_width()
-    shown = [column for rows in tables for column in fitting(rows, limit)[0]]
+def legend(*tables: list[dict]) -> str:
+    """Lines about what the columns of these tables mean, those that the terminal shows."""
+    shown = [column for rows in tables for column in fitting(rows, terminal_width())[0]]
     columns = {column.title: column.meaning for column in shown}
     lines = []
     for title, meaning in columns.items():

@@ -14,7 +14,16 @@ from statistics import fmean
 from flatlab.numbers import counted, plus_minus, standard_error, value_text
 from flatlab.view.columns import FEW_SEEDS, aligned, legend
 from flatlab.view.reader import RunData
-from flatlab.view.results import cell, ends, found, mean_or_each, notes, result_of, value_columns
+from flatlab.view.results import (
+    cell,
+    ends,
+    found,
+    mean_or_each,
+    notes,
+    result_of,
+    scale,
+    value_columns,
+)
 
 # ------------------------------------------------------------------ groups
 
@@ -116,8 +125,8 @@ def comparisons(runs: list[RunData]) -> list[tuple[str, list[str], dict[str, lis
             ranked = sorted(groups, key=lambda group: group.value, reverse=True)
             sentences = [untrained(ranked[:2]) + answer(ranked)]
             sentences += [f"{group.label}: {ends(group.runs)}" for group in ranked]
+            sentences.append(scale(groups[0].runs[0], {}))
             tables = {
-                "What differs": setting_rows(ranked),
                 "Difference": difference_rows(ranked),
                 "Each run": [
                     result_row(RunGroup(runs=[run])) for group in ranked for run in group.runs
@@ -163,8 +172,8 @@ def untrained(groups: list[RunGroup]) -> str:
                 f"{len(last)} of {counted(len(group.runs), 'run')} of {group.label} (last adapter, "
                 f"{group.runs[0].result['split']} part: {mean_or_each(last)})"
             )
-    begin = "The best adapter is the untrained one, which says nothing about the training, in "
-    return f"{begin}{' and '.join(parts)}. " if parts else ""
+    end = "their best adapter is the untrained one, which says nothing about the training"
+    return f"Nothing was gained in {' and '.join(parts)}: {end}. " if parts else ""
 
 
 def t_interval(values: list[float]) -> tuple[float, float]:
@@ -173,16 +182,6 @@ def t_interval(values: list[float]) -> tuple[float, float]:
 
     half = t.ppf(0.975, len(values) - 1) * standard_error(values)
     return fmean(values) - half, fmean(values) + half
-
-
-def setting_rows(groups: list[RunGroup]) -> list[dict]:
-    """A row per group: the settings that are not the same in all of them."""
-    keys = dict.fromkeys(key for group in groups for key in group.own)
-    return [
-        {"run": group.label} | {key: group.settings.get(key) for key in keys}
-        for group in groups
-        if keys
-    ]
 
 
 def difference_rows(ranked: list[RunGroup]) -> list[dict]:

@@ -6,7 +6,6 @@ from math import ceil, nan
 from pathlib import Path
 from statistics import fmean
 
-from flatlab.heartbeat import heartbeat
 from flatlab.numbers import counted, duration, plus_minus
 from flatlab.task.value import score_text
 from flatlab.view import compare, page, results
@@ -31,11 +30,12 @@ def model_line(cfg, model) -> None:
 
 def banner(cfg) -> None:
     """Prints what a training run is about to do."""
+    where = f"logs/{cfg.name}"
     print(
         f"plan     {counted(cfg.steps, 'step')} x {counted(cfg.groups, 'group')} x "
         f"{counted(cfg.group_size, 'episode')}, "
         f"{cfg.advantage} advantage, {cfg.loss} loss\n"
-        f"run      {viewed(Path('logs', cfg.name))}",
+        f"run      {where}   (python viz.py {shlex.quote(where)})",
     )
 
 
@@ -89,7 +89,7 @@ def episode_made(episode, played: int, episodes: int, eta: float | None) -> None
     outcome = "fault"
     if episode.value is not None:
         score = f" ({score_text(episode.score)})" if episode.valid else ""
-        outcome = f"value {episode.value:+.4f}{score}"
+        outcome = f"value {plus_minus(episode.value, None, '+')}{score}"
     turns = counted(len(episode.turns), "turn")
     print(
         f"episode  {played} of {episodes}: {episode.task} {outcome}, {turns}, "
@@ -107,16 +107,10 @@ def print_outcome(*directories: Path) -> None:
     if len(runs) == 1:
         text = " ".join(results.outcome_sentences(runs[0]))
     say(f"\n{text}\n")
-    with heartbeat("drawing"):
-        folder = page.write(runs)[-1].parent
+    folder = page.write(runs)[-1].parent
     shown = directories if folder.name.startswith(COMPARED) else [folder]
     again = shlex.join(map(str, shown))
     print(f"pictures: {folder}/*.png   page: {folder}/report.html   again: python viz.py {again}")
-
-
-def viewed(directory: Path) -> str:
-    """A directory, and the command that shows it."""
-    return f"{directory}   (python viz.py {shlex.quote(str(directory))})"
 
 
 # ------------------------------------------------------------------ searches
@@ -178,15 +172,8 @@ def round_line(row: dict) -> str:
     return "\n      ! ".join([numbers, *row["alarms"]])
 
 
-def print_end(trees: list, where: Path) -> None:
-    """Prints the outcome: of one search in words, of a grid as a table.
-
-    where: directory of the run or grid.
-    """
-    first = trees[0]
-    if where == first.run.dir:
-        if first.best() is not first.root:
-            say(f"\nstrategy of the best node: {first.best().idea or 'none'}")
-        print_outcome(where)
-        return
+def print_end(trees: list) -> None:
+    """Prints the outcome: of one search in words, of a grid as a table."""
+    if len(trees) == 1 and (strategy := trees[0].best().idea):
+        say(f"\nstrategy of the best node: {strategy}")
     print_outcome(*(t.run.dir for t in trees))

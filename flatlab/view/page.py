@@ -11,6 +11,7 @@ from pathlib import Path
 
 from flatlab.errors import UserError, nearest
 from flatlab.files import write_whole
+from flatlab.heartbeat import heartbeat
 from flatlab.view import columns, compare, episodes, plots, reader, results
 from flatlab.view.reader import RunData, folder_of, read_run
 
@@ -72,6 +73,7 @@ def plot_now_and_then(directory: Path) -> None:
 # ------------------------------------------------------------------ the page
 
 
+@heartbeat("drawing")
 def write(runs: list[RunData], format="png") -> list[Path]:
     """Writes the pictures and report.html into folder_of(runs). format: pdf for pictures as PDF,
     too.
@@ -103,9 +105,9 @@ def tree(run: RunData, prefix: str):
     return svg[svg.index("<svg") :].replace(' target="_blank"', "")
 
 
-def sample(run: RunData) -> tuple[list[dict], set[str]]:
-    """The rows of the episodes or nodes listed on the page, newest first, and the ids of those with
-    their transcripts.
+def sample(run: RunData) -> tuple[list[dict], dict[str, dict]]:
+    """The rows of the episodes or nodes listed on the page, newest first, and the transcripts that
+    are shown, by id. Those that are missing or damaged are left out, which is printed.
 
     Search: the path to the best node and the best nodes have transcripts; all are listed, because
     the tree leads to them. Evaluation: the last episodes. Training: the last steps and evaluations,
@@ -125,5 +127,15 @@ def sample(run: RunData) -> tuple[list[dict], set[str]]:
     ids = {row["id"] for row in rows if row["when"] in whole}
     if run.kind == "search":
         ids = {*plots.best_nodes(run, MOST_NODES)}
-    best = episodes.best_row(rows) if run.kind == "training" else None
-    return rows, ids | ({best["id"]} if best else set())
+    if run.kind == "training" and (best := episodes.best_row(rows)):
+        ids.add(best["id"])
+    transcript_of, texts, lost = reader.transcripts_of(run), {}, ""
+    for row in rows:
+        if row["id"] in ids:
+            try:
+                texts[row["id"]] = transcript_of(row)
+            except UserError as error:
+                lost = f"The page lacks transcripts: {error}"
+    if lost:
+        print(lost)
+    return rows, texts

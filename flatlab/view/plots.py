@@ -223,7 +223,7 @@ def draw_nodes(axis, groups: list[RunGroup]) -> None:
         axis.plot([], [], style, color=GREY, label=label)
     axis.legend(**ABOVE, ncols=2)
     axis.locator_params(axis="x", integer=True)
-    axis.set_ylabel("value (1: reference; -1: that or less)")
+    axis.set(xlabel="nodes", ylabel="value (1: reference; -1: that or less)")
 
 
 # ------------------------------------------------------------------ episodes
@@ -402,10 +402,10 @@ def draw_panels(groups: list[RunGroup], panels=()):
     figure = new_figure(width, height)
     axes = figure.subplot_mosaic(mosaic)
     for keys, axis in axes.items():
-        axis.set_xlabel(x)
         if keys in drawn:
             drawn[keys](axis, groups)
         else:
+            axis.set_xlabel(x)
             axis.sharex(axes[panels[-1]])
             draw_keys(axis, groups, keys.split())
     shown = "; ".join(words_of(key.strip("*")) for keys in axes for key in keys.split())

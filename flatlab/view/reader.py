@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from flatlab.errors import UserError
-from flatlab.files import read_mapping, read_rows
+from flatlab.files import absent, read_mapping, read_rows
 from flatlab.runs.store import ROW_KEYS, read_episodes, refuse_old, transcript_reader
 from flatlab.task.value import on_test_part, score_text
 
@@ -85,7 +85,7 @@ def read_run(directory) -> RunData:
     """A finished or running run. Raises UserError if there is nothing to show."""
     path = Path(directory)
     if not path.exists():
-        raise UserError(f"There is no folder {path}.")
+        raise absent(path)
     if not (path / "config.yaml").is_file():
         raise UserError(f"{path} is not a run directory: it has no config.yaml.")
     refuse_old(path)
@@ -126,8 +126,7 @@ def find_runs(paths) -> tuple[list[RunData], list[str]]:
     """
     runs, errors = [], []
     if len(paths) > 1:
-        paths = [path for path in paths if path.is_dir() or not path.exists()]
-        paths = [path for path in paths if not path.name.startswith(COMPARED)]
+        paths = [p for p in paths if not (p.is_file() or p.name.startswith(COMPARED))]
     for path in paths:
         inside = sorted(result.parent for result in path.glob("**/result.json"))
         for directory in inside or [path]:

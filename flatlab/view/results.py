@@ -4,6 +4,7 @@ A result is a mean of values (see task/value.py): of the episodes of an evaluati
 per seed. Every ± is the standard error of a mean.
 """
 
+import re
 from collections import Counter
 from statistics import fmean
 
@@ -44,6 +45,7 @@ def result_of(run: RunData) -> dict:
         what = f"best adapter (step {best['step']}, {final['n']} fresh seeds)"
         if final["best_is_untrained"]:
             what = f"untrained adapter ({final['n']} fresh seeds)"
+            best = best | {"difference": None}
         rows = [row for row in run.episodes if row["when"] == best["when"]]
         last = final["last"]["value_mean"] if final["best_is_untrained"] else None
         return best | result_of_episodes(run, what, rows, final["split"]) | {"last_mean": last}
@@ -181,7 +183,7 @@ def ends(runs: list[RunData]) -> str:
     rest = reasons.total() - sum(number for _, number in most)
     named = [f"{number} x {reason}" for reason, number in [*most, ("other", rest)] if number]
     text = f"{reasons.total()} of {counted(len(rows), noun)} failed (value -1)"
-    text += f"{': ' * bool(named)}{', '.join(named)}"
+    text += f"{': ' * bool(named)}{'; '.join(named)}"
     return f"{text}; {counted(sum(map(faults, runs)), 'fault')}."
 
 
@@ -189,8 +191,10 @@ def short_reason(row: dict) -> str:
     """Why an episode failed, in a few words: the name of an exception, or the reason."""
     if row["status"] == "crashed":
         return "broke its sandbox"
-    name = EXCEPTION.search(row["reason"])
-    return name[0] if name else row["reason"].rstrip(".")[:80]
+    if name := EXCEPTION.search(row["reason"]):
+        return name[0]
+    text = re.split("[.;] ", row["reason"].removeprefix("Nothing was run. "))[0]
+    return re.sub(r"\b\d+\b", "N", text.rstrip(".")[:80])  # of ids, of rows
 
 
 # Keys of result.json and of states() -> sentences for runs where they are neither 0, false nor
