@@ -24,7 +24,7 @@ from flatlab.task.grading import Score
 from flatlab.world import blocks
 from flatlab.world.actions import fold_tracebacks
 from flatlab.world.blocks import extract_action
-from flatlab.world.episode import Episode, run_episode
+from flatlab.world.episode import Episode, crashed, run_episode
 from helpers import (
     LOCAL,
     PROJECT,
@@ -651,6 +651,14 @@ def test_an_episode_without_a_score_says_why(task, said, message, error, reason)
     assert (episode.error, episode.reason, episode.value) == (error, reason, -1)
     episode.judge(task, Score(2.0, "hits", "validation", True, ""))
     assert (episode.error, episode.reason) == ("", "")
+
+
+@pytest.mark.parametrize("last, status", [("fault", "crashed"), ("submit", "submit")])
+def test_a_turn_that_broke_the_sandbox_is_the_agents(last, status):
+    turns = [turn(status="error"), turn(status=last)]
+    episode = Episode("words", 0, fault="it is gone", turns=turns)
+    assert (crashed(episode), episode.fault) == ("crashed", "")
+    assert [turn["status"] for turn in episode.turns] == ["error", status]
 
 
 def test_reply_cut_at_the_length_limit_is_closed(task):

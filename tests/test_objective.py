@@ -366,7 +366,6 @@ def test_an_episode_that_breaks_its_sandbox_stays_in_its_group(hasty):
     job = TrainingRun(play=play)
     [group] = asyncio.run(grpo.play_groups(policy, Plan([TASK], 4, 0), cfg, job))
     assert [e.status for e in group.episodes] == ["submit", "crashed"] * 2
-    assert [e.turns[-1]["status"] for e in group.episodes] == ["submit", "crashed"] * 2
     assert group.rewards[1::2] == [-1, -1]
     assert min(group.rewards[::2]) > 0
     assert len(policy.samples) == 12
