@@ -160,14 +160,14 @@ def read_rows(path) -> list[dict]:
     return rows
 
 
-def home() -> Path:
+def user_home() -> Path:
     """The user's home directory; without one /dev/null, where nothing can be read or written."""
     path = os.path.expanduser("~")
     return Path(os.devnull if path == "~" else path)
 
 
 def cache_dir() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "flatlab"
+    return Path(os.environ.get("XDG_CACHE_HOME") or user_home() / ".cache") / "flatlab"
 
 
 def recall(path: Path) -> dict:

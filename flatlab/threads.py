@@ -9,7 +9,7 @@ slower. With the passive policy a waiting thread sleeps.
 import os
 
 from flatlab.errors import UserError
-from flatlab.files import home
+from flatlab.files import user_home
 
 
 def whole_number(name: str, default: int, low: int = 1) -> int:
@@ -38,7 +38,7 @@ def configure() -> None:
     if os.environ.get("LOCAL_RANK") == "":
         del os.environ["LOCAL_RANK"]
     # Without a home directory vLLM would make a folder called ~.
-    os.environ.setdefault("HOME", str(home()))
+    os.environ.setdefault("HOME", str(user_home()))
     # Micro-batches differ in length; without this, memory of a GPU is lost between them.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # vLLM's CPU engine prints where it binds memory as a C++ warning.

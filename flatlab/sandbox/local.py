@@ -12,7 +12,7 @@ from glob import escape, glob
 from pathlib import Path
 
 from flatlab.errors import SandboxFault
-from flatlab.files import home
+from flatlab.files import user_home
 from flatlab.sandbox.backend import (
     WORKSPACE,
     Backend,
@@ -55,7 +55,7 @@ def local_view(spec: Spec) -> list[tuple[str, str]]:
         while os.path.islink(link):
             paths.add(link)
             link = os.path.join(os.path.dirname(link), os.readlink(link))
-    private = filter(os.path.isdir, (Path(__file__).parents[2], home(), *spec.hide))
+    private = filter(os.path.isdir, (Path(__file__).parents[2], user_home(), *spec.hide))
     hidden = {os.path.realpath(path) for path in private} - {"/"} - paths
     view = [(path, "") for path in hidden]
     for path in paths:
