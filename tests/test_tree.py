@@ -421,6 +421,7 @@ REPLIES = {
         ("a forest", None),
         ("ridge", None),
     ],
+    "Strategy: Strategy: a forest": [("a forest", None)],  # as a coder of 1.5B says it
     "<think>Strategy: secret\n</think>Strategy: open": [("open", None)],
     "Strategy: <one sentence>\nProbability: <number from 0 to 1>": [],
     "I would try a forest.": [],

@@ -201,7 +201,7 @@ def in_xml(text):
         yield idea, stated and stated[2]
 
 
-LABEL = re.compile(r"[\s#*•+\d.()-]*(?:strategy|idea)\s*#?\d{0,3}\s*(?::|$)\s*(.*)", re.I)
+LABEL = re.compile(r"[\s#*•+\d.()-]*(?:(?:strategy|idea)\s*#?\d{0,3}\s*(?::|$)\s*)+(.*)", re.I)
 ITEM = re.compile(r"[\s#]*(?:[-*•+]|\(?\d{1,3}[.)])\s+([^{\s].*)")
 SAME_LINE = re.compile(
     r"[\[(,;]?\s*\b(?:p|probability)\s*[:=≈~]\s*([^\s,;)\]]+)[)\]]?$"
