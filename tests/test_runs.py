@@ -73,6 +73,8 @@ def begun(tmp_path):
 def test_other_config_is_refused_with_the_difference(begun):
     with user_error(r"\(lr: 1e-05 there, 2e-05 now; new: None there, 1 now\)"):
         opened(begun, lr=2e-5, new=1, steps=9)
+    with user_error(r"d: None there, 1 now; e: None there, 1 now\): choose"):  # five are named
+        opened(begun, **dict.fromkeys("abcde", 1))
     assert files.read_mapping(begun / "config.yaml")["lr"] == 1e-5
 
 
@@ -332,7 +334,11 @@ def test_resume_drops_what_is_newer_than_the_checkpoint_and_the_final_comparison
 def test_numbers_and_texts_survive_the_way_through_json(tmp_path):
     run = opened(tmp_path)
     text = "line\nline\u2028 \ud800 é \x00"
-    run.log({"step": np.int64(3), "a": np.float32(0.5), "inf": math.inf, "text": text})
+    tracked = []
+    run.trackers.append(tracked.append)
+    row = {"step": np.int64(3), "a": np.float32(0.5), "inf": math.inf, "text": text}
+    run.log(row)
+    assert tracked == [row]
     assert run.rows() == [{"step": 3, "a": 0.5, "inf": None, "text": text}]
 
 

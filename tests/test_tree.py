@@ -160,6 +160,14 @@ def test_open_ended_drops_the_commitment_when_a_child_is_worse_or_fails(score, l
     assert ("committed to this path for 3" in choice.reason) == (left == 2)
 
 
+def test_open_ended_keeps_its_commitment_beside_a_node_for_debugging():
+    t = make("open_ended", rule_args=("drafts=1", "commitment=3", "c=0"))
+    put(t, "0", 0.5)
+    end(t, step(t), 0.5)
+    put(t, "0", 0.1)
+    assert "committed to this path for 3" in choose(t).reason
+
+
 def test_open_ended_commits_to_no_path_that_is_flat():
     t = make("open_ended", rule_args=("drafts=1",))
     put(t, "0", 0.0)

@@ -66,7 +66,7 @@ TESTED_BY = {
 }
 # Of grpo.py only what computes: not its start, not the loop, not what needs an engine
 SKIPPED = """Config play_groups evaluate judge train main begin finish check
-open_job end load_policy update optimize micro_loss"""
+open_job end_runs load_policy update optimize add_gradients micro_loss"""
 FORK = multiprocessing.get_context("fork")
 HEAVY = ("peft", "pytest", "scipy.stats", "torch", "transformers", "vllm.v1.engine.llm_engine")
 # Copies what git knows or would add to the folder $0
