@@ -661,11 +661,11 @@ class Policy(Engine, Trainer):
         """
         return 1e-4 if self.is_fp32 else max(0.05, 0.01 * base.size)
 
-    def check(self, found: Agreement, name: str, limit: float) -> None:
+    def check(self, agreement: Agreement, name: str, limit: float) -> None:
         """Raises UserError above the limit (nats). fp32 is judged by the largest difference, bf16
         by the mean: the largest has a long tail.
         """
-        difference = found.largest if self.is_fp32 else found.mean
+        difference = agreement.largest if self.is_fp32 else agreement.mean
         if not difference <= limit:  # NaN is too large
             raise UserError(
                 f"Engine and trainer disagree by {difference:.2g} nats on the {name} (limit "
@@ -739,22 +739,22 @@ class Policy(Engine, Trainer):
         trained = [p.data for p in self.parameters()]
         zeros = [torch.zeros_like(p) for p in trained]
         adapters = {"no adapter": zeros, "random adapter": random, "trained adapter": trained}
-        found = {}
+        agreements = {}
         limit = self.diff_limit
         with loading("Engine or trainer", self.path.base):
             for name, tensors in adapters.items():
                 with self._using(tensors):
                     self.sync(version)
-                    found[name] = await self.agreement()
+                    agreements[name] = await self.agreement()
                 if name != "no adapter":
-                    self.check(found[name], f"probe with the {name}", limit)
+                    self.check(agreements[name], f"probe with the {name}", limit)
                     continue
-                self.check(found[name], f"probe with {name}", self.rounding(found[name]))
+                self.check(agreements[name], f"probe with {name}", self.rounding(agreements[name]))
                 if not self.is_fp32:
-                    rounding = 2.5 * found[name].mean
+                    rounding = 2.5 * agreements[name].mean
                     limit = min(max(0.02, rounding), moved / 4)
                     self.diff_limit = min(max(0.05, rounding), moved / 4)
-        return found
+        return agreements
 
 
 def gpu_engine_options(max_batch: int) -> dict:

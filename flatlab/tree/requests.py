@@ -126,9 +126,9 @@ def parse(text: str) -> tuple[list[tuple[str, float | None]], int]:
     objects = list(in_json(text))
     elements = list(in_xml(text))
     unread = sum(not idea for idea, _ in objects + elements)
-    for found in (objects, elements, in_lines(text)):
+    for pairs in (objects, elements, in_lines(text)):
         ideas = {}
-        for idea, stated in found:
+        for idea, stated in pairs:
             idea = " ".join(idea.split())[:IDEA_CHARS].strip("*\"'- ")
             key = same(idea)
             if key and not idea.startswith("<"):
@@ -158,7 +158,7 @@ def in_json(text):
     """The JSON objects with a strategy, also those inside of other objects and of a list that was
     cut off. The strategy of an object that cannot be read is "".
     """
-    text = BACKSLASH.sub(lambda found: found[1] or r"\\", text)
+    text = BACKSLASH.sub(lambda match: match[1] or r"\\", text)
     place = text.find("{")
     while place >= 0:
         try:
