@@ -200,5 +200,4 @@ def draw_runs(runs: list, options: Options) -> None:
 
 
 if __name__ == "__main__":
-    args = [word for word in sys.argv[1:] if word != "--runs"]  # with or without it
-    cli.one_sentence(lambda: main(cli.call(Options, args, __doc__)))
+    cli.one_sentence(lambda: main(cli.call(Options, sys.argv[1:], __doc__)))
