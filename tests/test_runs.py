@@ -24,6 +24,7 @@ import pytest
 import evaluate
 import grpo
 import helpers
+import policy
 import search
 import sft
 from examples import learn
@@ -723,6 +724,9 @@ def test_what_takes_long_says_how_long(monkeypatch, capsys, is_terminal, end):
     with heartbeat.heartbeat(lambda: f"{next(played)} of 8 episodes"):
         time.sleep(0.1)
     assert f"0 of 8 episodes (0 s){end}1 of 8 episodes (0 s){end}" in capsys.readouterr().out
+    monkeypatch.setattr(policy, "ChatTokens", lambda base: time.sleep(0.1) or SimpleNamespace())
+    policy.token_counter(Nested(), ModelPath("m", None, False))
+    assert f"tokenizer is loading (0 s){end}" in capsys.readouterr().out
     assert said.count("\n") == 1 if is_terminal else said.count("\r") == 0
 
 

@@ -293,8 +293,6 @@ def test_an_interrupted_evaluation_goes_on_and_a_longer_one_too(here, played):
     code, _, err = here(f"{flags} 5")
     assert (code, result_of()["status"]) == (130, "interrupted")
     assert "the same command continues logs/a" in err
-    code, _, err = here(f"{flags} 5 --temperature 0.5")
-    assert code == 2 and "logs/a was made with another config (temperature: 1.0 there" in err
     for episodes, more in ((5, [3, 4]), (5, []), (7, [5, 6])):
         played.numbers.clear()
         played.interrupted = None
@@ -307,16 +305,6 @@ def test_an_interrupted_evaluation_goes_on_and_a_longer_one_too(here, played):
     assert (result["kind"], result["status"], result["n"]) == ("evaluation", "finished", 7)
     assert result["score_mean"] == pytest.approx(0.73)
     assert result["value"] == result["test_value_mean"] < 0 < result["value_mean"]
-
-
-def test_a_broken_sandbox_is_replaced_once_and_then_counted(here, played):
-    played.broken = [1, 2, 2]
-    code, out, _ = here("--task titanic --name a --episodes 4")
-    assert code == 0
-    assert played.numbers == [0, 1, 1, 2, 2, 3]
-    assert "3 of 4: titanic fault" in out
-    assert (result_of()["n"], result_of()["faults"]) == (3, 1)
-    assert result_of()["score_mean"] == pytest.approx((0.70 + 0.71 + 0.73) / 3)
 
 
 @pytest.mark.attack("a broken sandbox after a bad result, in half of the episodes")
@@ -338,11 +326,15 @@ def test_episodes_that_break_their_sandbox_stay_in_the_mean(here, monkeypatch, h
 def test_three_faults_in_a_row_stop_the_evaluation(here, played):
     played.broken = [1, 1, 2, 2, 3, 3]
     flags = "--task titanic --name a --episodes 6"
-    code, _, err = here(flags)
+    code, out, err = here(flags)
     assert code == 2
+    assert played.numbers == [0, 1, 1, 2, 2, 3, 3]  # each is replaced once
+    assert "3 of 6: titanic fault" in out
     assert err.startswith("Three sandboxes in a row broke")
     assert err.endswith("the container died\n")
-    assert result_of()["status"].startswith("failed: Three sandboxes")
+    result = result_of()
+    assert result["status"].startswith("failed: Three sandboxes")
+    assert (result["n"], result["faults"], result["score_mean"]) == (1, 3, 0.7)
     assert here(flags)[0] == 0  # with sandboxes that work, no fault is left
     assert (result_of()["n"], result_of()["faults"]) == (6, 0)
 
@@ -525,22 +517,6 @@ def test_an_endpoint_is_evaluated(here):
     code, _, err = here("--task titanic --url http://localhost:1/v1")
     assert code == 2
     assert err == "--url needs --model: the name that the endpoint knows.\n"
-
-
-@pytest.mark.slow
-def test_kill_9_in_an_evaluation_and_the_same_command_again(tmp_path, tiny_model):
-    flags = "--task titanic --backend local --name a --episodes 12 --concurrency 2"
-    before = []  # rows, with the time that an episode took
-
-    def is_far():
-        before[:] = store.read_episodes(tmp_path / "logs/a")
-        return len(before) > 2
-
-    killed_and_continued(tmp_path, is_far, "evaluate.py", flags)
-    rows = store.read_episodes(tmp_path / "logs/a")
-    assert rows[: len(before)] == before
-    assert len(rows) == len({row["seed"] for row in rows}) == 12
-    assert not list(tmp_path.rglob(".tmp-*"))
 
 
 # ------------------------------------------------------------------ examples/ppo.py

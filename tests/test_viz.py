@@ -79,31 +79,19 @@ def group(*scores, number=0):
     return Group(number, SCALE, episodes)
 
 
-def trained(folder, scores=(0.5, 0.7, 0.9), seed=0, result=(), **config):
-    """A finished training run whose best adapter has these scores at the end; the untrained one has
-    those of the baseline.
+def trained(folder, scores=(0.5, 0.7, 0.9), seed=0, result=(), best="last", **config):
+    """A finished training run whose last adapter has these scores at the end; the untrained one has
+    those of the baseline. best: the other one of the two that is the best.
     """
-    untrained, best = [group(*[0.6] * len(scores))], [group(*scores)]
-    played = dict.fromkeys(("untrained", "last"), (untrained, "final-untrained"))
-    played["best"] = best, "final-best"
-    before = metrics.evaluation(metrics.episode_rows(untrained), [SCALE])
-    final = metrics.comparison(played, [SCALE], dict.fromkeys(played, 1)) | {"n": len(scores)}
+    played = {"untrained": [group(*[0.6] * len(scores))], "last": [group(*scores)]}
+    before = metrics.evaluation(metrics.episode_rows(played["untrained"]), [SCALE])
+    compared = {name: (groups, f"final-{name}") for name, groups in played.items()}
+    compared["best"] = compared[best]
+    made_after = {"last": 1, "best": 1 if best == "last" else -1}
+    final = metrics.comparison(compared, [SCALE], made_after) | {"n": len(scores)}
     steps = [step_row(step, faults=1, eval_value_mean=0.6) for step in range(2)]
     result = {"before": before, "final": final} | dict(result)
-    return stored(folder, {"final-best": best}, (), result, steps, seed=seed, **config)
-
-
-def untrained_is_best(folder, score, **config):
-    """A finished training run whose last adapter has this score, and whose best one is the
-    untrained one, with the score of the baseline.
-    """
-    untrained = [group(0.6, 0.6, 0.6)], "final-untrained"
-    played = {"untrained": untrained, "last": ([group(score, score, score)], "final-last")}
-    played["best"] = untrained
-    final = metrics.comparison(played, [SCALE], {"last": 1, "best": -1}) | {"n": 3}
-    steps = [step_row(step) for step in range(2)]
-    groups = {"final-untrained": untrained[0]}
-    return stored(folder, groups, (), {"final": final}, steps, **config)
+    return stored(folder, {f"final-{best}": played[best]}, (), result, steps, seed=seed, **config)
 
 
 def search_run(folder, nodes, seed=1, **result):
@@ -195,14 +183,12 @@ def kind(name, keys=NEEDED):
 
 BROKEN = {
     "There is no file or folder .*run; there is none": {},
-    "no config.yaml": {"x": ""},
     "config.yaml cannot be used: expected ',' or '\]'.*, in line 1:\n.*a: \[1\n.*\^$": STEP
     | {"config.yaml": "a: [1"},
     "There is no file or folder .*result.json; did you mean .*names are config.yaml, metr": STEP,
     "result.json cannot be used: JSONDecode": STEP | {"result.json": "{"},
     "by another version: its result.json has no baseline": STEP | {"result.json": "{}"},
     "its result.json has no best_id": STEP | kind("search", reader.NEEDED),
-    "of a kind that viz.py does not know: temperatures": STEP | kind("temperatures"),
     "by a version before 2026-11-28": STEP | kind("search") | {"journal.jsonl": "{}\n"},
     "no finished step": kind("training") | {"config.yaml": "a: 1", "metrics.jsonl": '{"step": 0'},
     "no finished node": STEP | kind("search"),
@@ -330,7 +316,7 @@ def test_the_answer_of_a_comparison_is_a_sentence(tmp_path):
 def test_a_comparison_names_the_runs_in_which_nothing_was_gained(tmp_path):
     """Their best adapter is the untrained one, so their values are equal whatever was trained."""
     runs = [
-        untrained_is_best(tmp_path / f"{name}-{seed}", last, seed=seed, lr=name)
+        trained(tmp_path / f"{name}-{seed}", [last] * 3, seed, best="untrained", lr=name)
         for name, last in (("brave", 0.55), ("ranks", 0.65))
         for seed in range(2)
     ]
@@ -351,7 +337,7 @@ def test_a_comparison_names_the_runs_in_which_nothing_was_gained(tmp_path):
 
 def test_adapters_with_the_same_values_are_explained_by_how_far_the_last_one_moved(tmp_path):
     """One sentence says that nothing was gained."""
-    run = untrained_is_best(tmp_path / "same", 0.6)
+    run = trained(tmp_path / "same", [0.6] * 3, best="untrained")
     run.steps[-1]["kl"] = 6.2e-5
     text = viz.run_summary(run)
     assert (
@@ -360,7 +346,8 @@ def test_adapters_with_the_same_values_are_explained_by_how_far_the_last_one_mov
     ) in text
     assert text.count("was better than the untrained") == 1
     assert text.count("3 fresh seeds") == 2  # beside the table and beside the value
-    assert "has the same values" not in viz.run_summary(untrained_is_best(tmp_path / "moved", 0.5))
+    moved = trained(tmp_path / "moved", best="untrained")
+    assert "has the same values" not in viz.run_summary(moved)
 
 
 def test_the_time_of_a_training_is_that_of_the_command(tmp_path):
@@ -411,6 +398,7 @@ def test_the_terminal_explains_the_columns_that_it_shows(monkeypatch, tmp_path):
 def test_nothing_to_show_is_exit_code_2(tmp_path):
     done = python("viz.py", tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "did you mean pdf" in python("viz.py", tmp_path, "--format", "pdff").stderr
     for step, sentence in (
         (None, "run has no transcripts; it has none.$"),
         (3, "no transcripts of step 3"),
@@ -419,7 +407,9 @@ def test_nothing_to_show_is_exit_code_2(tmp_path):
             viz.list_text(stored(tmp_path / "run"), step)
 
 
-def test_a_number_that_is_rounded_to_zero_has_no_sign():
+def test_a_number_that_is_rounded_to_zero_has_no_minus(capsys):
+    console.episode_made(episode(0.6 - 1e-9), 1, 2, None)
+    assert "titanic value +0.0000 (0.6000)" in capsys.readouterr().out
     rows = [{"id": "0", "reward": -1e-9, "gain": -1e-9}, {"id": "1", "reward": 1.0, "gain": 5.0}]
     assert columns.aligned(rows).splitlines()[1].split() == ["0", "+0.000", "0.000"]
 
@@ -485,8 +475,6 @@ def test_nodes_of_a_search_in_the_terminal(tmp_path, capsys):
     assert text.startswith("run: titanic, tail, tiny, seed 1, 4 nodes in ")
     tree = [" ".join(line.split()[:3]) for line in text.splitlines()[4:]]
     assert tree == ["* 0.0 0.4000", "* 0.0.0 0.3000", "0.0.1 0.4500 validated", "0.1 failed turn"]
-    with user_error("no transcripts of step"):
-        printed(capsys, directory, step=0)
     other = searched(tmp_path / "other").dir
     shutil.rmtree(other / "transcripts")
     assert "The page lacks transcripts: " in printed(capsys, other)
