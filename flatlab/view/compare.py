@@ -123,9 +123,11 @@ def comparisons(runs: list[RunData]) -> list[tuple[str, list[str], dict[str, lis
         sentences, tables = ["An imitation has no value: evaluate its adapter to compare it."], {}
         if kind != "imitation":
             ranked = sorted(groups, key=lambda group: group.value, reverse=True)
-            sentences = [untrained(ranked[:2]) + answer(ranked)]
-            sentences += [f"{group.label}: {ends(group.runs)}" for group in ranked]
-            sentences.append(scale(groups[0].runs[0], {}))
+            sentences = [
+                untrained(ranked[:2]) + answer(ranked),
+                *(f"{group.label}: {ends(group.runs)}" for group in ranked),
+                scale(groups[0].runs[0], {}),
+            ]
             tables = {
                 "Difference": difference_rows(ranked),
                 "Each run": [

@@ -110,8 +110,8 @@ def sample(run: RunData) -> tuple[list[dict], dict[str, dict]]:
     are shown, by id. Those that are missing or damaged are left out, which is printed.
 
     Search: the path to the best node and the best nodes have transcripts; all are listed, because
-    the tree leads to them. Evaluation: the last episodes. Training: the last steps and evaluations,
-    and the best episode of the listed steps; more steps are listed.
+    the tree leads to them. Evaluation: the last episodes. Training: the last steps and evaluations;
+    more steps are listed. The best one of the list has its transcript.
     """
     names = list(reversed(dict.fromkeys(row["when"] for row in run.episodes)))
     whole = names[:MOST_NODES]
@@ -127,7 +127,7 @@ def sample(run: RunData) -> tuple[list[dict], dict[str, dict]]:
     ids = {row["id"] for row in rows if row["when"] in whole}
     if run.kind == "search":
         ids = {*plots.best_nodes(run, MOST_NODES)}
-    if run.kind == "training" and (best := episodes.best_row(rows)):
+    if best := episodes.best_row(rows):
         ids.add(best["id"])
     transcript_of, texts, lost = reader.transcripts_of(run), {}, ""
     for row in rows:
