@@ -183,7 +183,7 @@ def kind(name, keys=NEEDED):
 
 BROKEN = {
     "There is no file or folder .*run; there is none": {},
-    "config.yaml cannot be used: expected ',' or '\]'.*, in line 1:\n.*a: \[1\n.*\^$": STEP
+    r"config.yaml cannot be used: expected ',' or '\]'.*, in line 1:\n.*a: \[1\n.*\^$": STEP
     | {"config.yaml": "a: [1"},
     "There is no file or folder .*result.json; did you mean .*names are config.yaml, metr": STEP,
     "result.json cannot be used: JSONDecode": STEP | {"result.json": "{"},
