@@ -183,14 +183,30 @@ def test_only_a_fence_in_an_open_heredoc_does_not_close_the_block(script):
 def test_a_block_of_python_is_written_to_a_file_and_run(mark, world):
     code = 'x = """$HOME \\t\nPROGRAM\n"""\nprint(x, end="")'
     step = world.step(f"I think.\n```{mark}\n{code}\n```\nDone.")
-    assert step.observation == "$ python3 solve.py\n$HOME \t\nPROGRAM"
+    no_score = "No score: no submission, guess.txt is not there"
+    assert step.observation == f"$ python3 solve.py\n$HOME \t\nPROGRAM\n{no_score}"
     assert do(world, "cat solve.py").observation == code
     assert do(world, step.action).observation == step.observation
-    assert world.step(f"```{mark}\nvalidate\n```").action == "validate"
+    assert world.step(f"```{mark}\nvalidate  # now\n```").action == "validate"
     world.task = replace(world.task, artefacts=("my game.py",))
     assert world.step("```python\n```\nNo.").status == "rejected"
     assert world.step("```python\nprint(1 / 0)\n```").status == "error"
     assert do(world, "cat 'my game.py'").observation == "print(1 / 0)"
+
+
+@pytest.mark.parametrize("ends_at_score", [False, True])
+def test_a_program_that_ends_well_is_scored(world, ends_at_score):
+    world.ends_at_score = ends_at_score
+    writes = "open('guess.txt', 'w').write('a b')"
+    assert world.step(f"```python\n{writes}\n1 / 0\n```").score is None
+    assert do(world, "rm guess.txt").score is None
+    step = world.step("```python\n1\n```")
+    assert step.observation == "$ python3 solve.py\nNo score: no submission, guess.txt is not there"
+    assert (step.status, step.score.valid, step.ended) == ("ok", False, "")
+    step = world.step(f"```python\n{writes}\n```")
+    assert step.observation.startswith("$ python3 solve.py\nvalidation hits: 2")
+    assert (step.status, step.score.value) == ("validate", 2.0)
+    assert step.ended == ("validated" if ends_at_score else "")
 
 
 @pytest.mark.parametrize("artefacts", [("a.py", "b.csv"), ("src/*.py",), ("out/",), ("a.csv",)])
@@ -335,7 +351,13 @@ def test_observations(world):
     assert do(world, "sleep 0.5").status == "ok"
     assert "memory limit" in do(world, "kill -9 $$").observation
     assert do(world, "submit").done
-    for text in ("validate; ls", "validate now", "echo x && submit", "submit || true"):
+    for text in (
+        "validate; ls",
+        "validate now",
+        "echo x && submit",
+        "submit || true",
+        "submit #\nls",
+    ):
         step = do(world, text)
         assert "block of its own" in step.observation
         assert not step.done

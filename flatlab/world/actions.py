@@ -8,7 +8,7 @@ from flatlab.sandbox.client import Result
 from flatlab.task.definition import Task
 from flatlab.task.grading import Score
 from flatlab.task.value import score_text, validation_text
-from flatlab.world.blocks import extract_action
+from flatlab.world.blocks import extract_action, is_program
 
 LIBRARIES = ("/site-packages/", "/dist-packages/", '.pyx", ', '.pxi", ')  # in a line of a frame
 KILLED = 137  # exit code of a process that got SIGKILL, from the kernel if memory is short
@@ -17,13 +17,20 @@ KILLED = 137  # exit code of a process that got SIGKILL, from the kernel if memo
 def act_bash(env, reply: str, timeout: float) -> tuple[str | None, str, str, Score | None]:
     """Runs the block of a reply: (action, observation, status, score of a grading or None).
 
-    env: an Env whose sandbox runs. timeout: seconds.
+    A whole program that ends without an error is graded at once. env: an Env whose sandbox runs.
+    timeout: seconds.
     """
+    program = env.task.program or "solve.py"
     try:
-        action = extract_action(reply, env.task.program or "solve.py")
+        action = extract_action(reply, program)
     except ValueError as problem:
         return None, f"Nothing was run. {problem}", "rejected", None
-    return act_command(env, action, timeout)
+    action, observation, status, score = act_command(env, action, timeout)
+    if status == "ok" and is_program(action, program):
+        score = env.score()
+        observation += f"\n{score_sentence(score, env.task)}"
+        status = "validate" if score.valid else "ok"
+    return action, observation, status, score
 
 
 def act_command(env, action: str, timeout: float) -> tuple[str, str, str, Score | None]:

@@ -124,9 +124,10 @@ def extract_action(reply: str, program: str = "solve.py") -> str:
         raise ValueError(f"The ``` block is not closed{why_open(block)}")
     if block.is_blank:
         raise ValueError("The block is empty.")
-    if block.language in PYTHONS and block.text.strip() not in ("validate", "submit"):
-        return run_program(block, program)
-    return block.text
+    word = re.sub("#.*", "", block.text).strip()
+    if word in ("validate", "submit"):
+        return word
+    return run_program(block, program) if block.language in PYTHONS else block.text
 
 
 def why_open(block: Block) -> str:
@@ -149,6 +150,11 @@ def run_program(block: Block, program: str) -> str:
     file = shlex.quote(program)
     run = f"python3 {file}"
     return f"cat > {file} <<'{end}' && echo {shlex.quote('$ ' + run)} && {run}\n{block.text}\n{end}"
+
+
+def is_program(action: str, program: str) -> bool:
+    """True for commands of run_program."""
+    return action.startswith(f"cat > {shlex.quote(program)} <<'PROGRAM")
 
 
 def find_blocks(text: str, shells: tuple = SHELLS) -> list[Block]:
