@@ -40,13 +40,14 @@ from typing import Annotated, Literal
 
 import env
 from flatlab import options
-from flatlab.errors import SandboxFault, UserError
+from flatlab.errors import Refusal, SandboxFault, UserError
 from flatlab.heartbeat import heartbeat, stoppable
 from flatlab.model.path import model_name
 from flatlab.numbers import value_text
 from flatlab.options import Count, Ge, Le, Number, Positive, Resumable, Several, Whole
 from flatlab.runs import cli
 from flatlab.runs.start import complete_configs, recorded
+from flatlab.task.grading import Score
 from flatlab.task.sanity import warning
 from flatlab.task.value import judged
 from flatlab.tree import requests, rules
@@ -226,7 +227,11 @@ async def shared_ideas(t: Tree, node: Node) -> list:
     if node.parent not in t.requests:
         request = list_ideas(t, node, node.parent)
         t.requests[node.parent] = asyncio.create_task(request)
-    return await t.requests[node.parent]
+    try:
+        return await t.requests[node.parent]
+    except Refusal:
+        t.requests.pop(node.parent, None)  # a later child asks again
+        raise
 
 
 async def list_ideas(t: Tree, node: Node, seed: str) -> list:
@@ -235,7 +240,7 @@ async def list_ideas(t: Tree, node: Node, seed: str) -> list:
     If too few came, one more request is made. Under `tail`, strategies with a stated probability
     above tau do not count; they only fill up what is missing in the end, the least probable first.
     The node's decision counts those that could not be read as `unread`.
-    seed: id of the node whose request this is.
+    seed: id of the node whose request this is. Raises Refusal if the first request is refused.
     """
     cfg = t.cfg
     k = cfg.k
@@ -256,7 +261,12 @@ async def list_ideas(t: Tree, node: Node, seed: str) -> list:
     for call in range(2):
         talk.append({"role": "user", "content": request})
         call_seed = seed_from(t.seed, seed, "ideas", call)
-        reply = await requests.reply_to(t, node, talk, call_seed)
+        try:
+            reply = await requests.reply_to(t, node, talk, call_seed)
+        except Refusal:
+            if call == 0:
+                raise
+            break
         talk.append({"role": "assistant", "content": reply})
         strategies, damaged = requests.parse(reply)
         for idea, stated in strategies:
@@ -320,19 +330,25 @@ async def play_node(t: Tree, node: Node, parents: list[Node]) -> bytes:
 async def run_node(t: Tree, node: Node, slots: asyncio.Semaphore) -> Node:
     """Runs a node from its strategy to its row, and frees its slot. Returns it with its turns.
 
-    A broken sandbox is replaced once; after that the node is a fault, which is not a score.
+    A broken sandbox is replaced once; after that the node is a fault, which is not a score. A
+    refused request for strategies ends the node, which has failed.
     """
     began = time.monotonic()
     t.began = t.began or began
-    await propose(t, node)
     parent = t.nearest_kept(node.parent)
     parents = [] if parent is t.root else [parent]
     if node.second_parent:
         parents.append(t.nodes[node.second_parent])
-    for _ in range(2):
-        files = await play_node(t, node, parents)
-        if node.status != "fault":
-            break
+    files = b""
+    try:
+        await propose(t, node)
+        for _ in range(2):
+            files = await play_node(t, node, parents)
+            if node.status != "fault":
+                break
+    except Refusal as refusal:
+        node.status, node.refusal = "refused", str(refusal)
+        node.judge(t.task, Score(None, t.task.metric, t.task.splits[0], False, ""))
     code = await in_thread(t.keep, node, files) if files else {}
     # Nothing below waits, so the rules see the node finish at once and complete.
     node.code, node.kept = code, bool(files)

@@ -31,7 +31,7 @@ from flatlab.train.batch import TrainSequence, column, micro_batches, pairs_of, 
 from flatlab.train.job import TrainingRun
 from flatlab.view import console
 from flatlab.world.episode import Episode, History
-from policy import Policy, lora_settings
+from policy import Policy, lora_settings, token_counter
 from tasks import load_task
 
 EPISODES_PER_UPDATE = 8
@@ -159,12 +159,19 @@ def add_gradients(policy, sequences: list[TrainSequence]) -> float:
     return mean
 
 
-def imitate(policy, transcripts: list[dict], cfg: Config, run) -> None:
-    """All updates, with a row and a checkpoint after each; the last adapter is best/."""
-    made_of = (sequences_from(transcript, policy, cfg) for transcript in transcripts)
+def episodes_from(transcripts: list[dict], counter, cfg: Config) -> list[list[TrainSequence]]:
+    """The sequences of each episode of which something fits into the context. Raises UserError
+    without any. counter: as of token_counter.
+    """
+    made_of = (sequences_from(transcript, counter, cfg) for transcript in transcripts)
     episodes = list(filter(None, made_of))
     if not episodes:
-        raise UserError(f"--runs: no episode fits into --context {policy.context}.")
+        raise UserError(f"--runs: no episode fits into --context {counter.context}.")
+    return episodes
+
+
+def imitate(policy, episodes: list[list[TrainSequence]], cfg: Config, run) -> None:
+    """All updates, with a row and a checkpoint after each; the last adapter is best/."""
     print(f"imitate  {counted(len(episodes), 'episode')}, {cfg.updates} updates")
     run.update_result(episodes=len(episodes))
     job = TrainingRun(run=run)
@@ -200,12 +207,13 @@ def main() -> None:
     for cfg, run, transcripts in opened:
         if not run.finished:
             with start.recorded([run], metrics.first_results(tasks, "imitation")):
+                episodes = episodes_from(transcripts, policy or token_counter(cfg, model), cfg)
                 policy = policy or Policy(model, cfg.model, 0, 8, cfg.lora_rank)
                 policy.reset(cfg.seed)
                 policy.fit_micro_tokens(cfg.micro_tokens)
                 agreement = asyncio.run(policy.verify())["trained adapter"]
                 print(f"engine   agrees with the trainer: {agreement}")
-                imitate(policy, transcripts, cfg, run)
+                imitate(policy, episodes, cfg, run)
         print(f"{run.dir}/best is the adapter: python grpo.py --model {run.dir}/best")
 
 

@@ -117,13 +117,16 @@ def refuses(main, table, monkeypatch, capsys):
         assert "Traceback" not in err and "engine" not in out
 
 
+ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 def run_here(main, *flags, monkeypatch, capsys):
     """Runs main() of a script in this process, as its command line does.
 
     Returns the exit code, stdout and stderr.
     """
     monkeypatch.setattr(sys, "argv", ["script.py", *map(str, flags)])
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in ENDINGS}
     code = 0
     try:
         one_sentence(main)

@@ -277,12 +277,13 @@ def test_kill_9_in_the_middle_of_a_step_and_the_same_command_again(tmp_path, tin
 
 
 @pytest.mark.slow
-def test_sigterm_is_an_orderly_end(tmp_path, tiny_model):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_sigterm_is_an_orderly_end(tmp_path, tiny_model, number):
     """Also for a run in the background of a script, which ignores SIGINT."""
     flags = f"{SMALL} --steps 50 --name t --eval-episodes 0"
     logs = tmp_path / "logs/t"
     is_far = (logs / "metrics.jsonl").exists
-    code, err = run_until(tmp_path, is_far, "grpo.py", flags, signal.SIGTERM)
+    code, err = run_until(tmp_path, is_far, "grpo.py", flags, number)
     assert code == 130
     assert "the same command continues logs/t" in err
     assert "Traceback" not in err

@@ -114,7 +114,8 @@ def imitate(policy, tmp_path, quick_provenance):
             p.data.copy_(values)
         run = store.open_run(tmp_path / name, {}, MADE_BY)
         try:
-            sft.imitate(policy, [episode.transcript() for episode in episodes], SFT, run)
+            transcripts = [episode.transcript() for episode in episodes]
+            sft.imitate(policy, sft.episodes_from(transcripts, policy, SFT), SFT, run)
         finally:
             run.lock.close()
         return run.rows()
@@ -122,14 +123,22 @@ def imitate(policy, tmp_path, quick_provenance):
     return imitate
 
 
-def test_nothing_to_imitate_is_one_sentence(policy, stored, imitate, monkeypatch):
+def test_nothing_to_imitate_is_one_sentence(stored):
     with user_error("There is no file or folder nowhere; "):
         chosen_replies("nowhere", 0.5)
     with user_error("--runs: no episode of titanic in .*a beats the baseline"):
         chosen_replies(stored(talk(0.5, "a")), 0.5)
-    monkeypatch.setattr(policy, "context", 8)
-    with user_error("--runs: no episode fits into --context 8"):
-        imitate("b", talk(0.78, "a"))
+
+
+def test_a_context_without_room_is_refused_before_the_engine_starts(
+    stored, tmp_path, monkeypatch, capsys
+):
+    stored(talk(0.78, "a"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sft, "Policy", None)
+    flags = "--model tiny --task titanic --context 8 --name b --runs a".split()
+    code, _, err = run_here(sft.main, *flags, monkeypatch=monkeypatch, capsys=capsys)
+    assert (code, err) == (2, "--runs: no episode fits into --context 8.\n")
 
 
 def test_the_episodes_that_are_imitated_are_those_of_the_start(stored, tmp_path, monkeypatch):
@@ -171,6 +180,10 @@ def test_both_end_tokens_end_a_reply(tmp_path):
     folder = shutil.copytree(PROJECT / "configs/tiny", tmp_path / "model")
     (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
     assert ChatTokens(str(folder)).stop_tokens == {0, 2}
+    (folder / "generation_config.json").unlink()
+    (folder / "generation_config.json").symlink_to("blobs/nothing")
+    with user_error("generation_config.json cannot be used: FileNotFoundError"):
+        ChatTokens(str(folder))
 
 
 def test_a_small_limit_of_observations_holds(policy):
@@ -471,6 +484,7 @@ def test_what_an_endpoint_refuses_is_told_and_a_password_is_not(here, monkeypatc
     assert "--max-reply-tokens" in row["turns"][0]["observation"]
 
 
+LIST = "Strategy: one\nProbability: 0.05\n\nStrategy: two\nProbability: 0.04"
 FLAGGED = 400, {"error": {"message": "Your input was flagged", "code": "content_filter"}}, {}
 
 
@@ -479,6 +493,7 @@ def test_a_prompt_that_an_endpoint_refuses_ends_its_episode_or_node_alone(
 ):
     answers = []
     monkeypatch.setattr(plots, "encoded", lambda *_: b"<svg")
+    monkeypatch.setattr(search, "DEBUG_PROB", 0)
     with chat_server(lambda *_: answers.pop(0)) as url:
         flags = f"--task titanic --backend local --max-turns 1 --model m --url {url} --name"
         answers += [(200, completion(block("submit")), {}), FLAGGED, (200, completion(None), {})]
@@ -488,6 +503,19 @@ def test_a_prompt_that_an_endpoint_refuses_ends_its_episode_or_node_alone(
         command = f"{flags} b --nodes 2 --workers 1".split()
         code, out, err = run_here(search.main, *command, monkeypatch=monkeypatch, capsys=capsys)
         assert code == 0, err
+        # strategies: given, refused; given, the request for more refused
+        reply = (200, completion("hm"), {})
+        answers += [(200, completion(LIST), {}), reply, FLAGGED]
+        answers += [(200, completion(LIST.split("\n\n")[0]), {}), FLAGGED, reply]
+        more = "--nodes 3 --workers 1 --select greedy --sampling-mode tail --k 2"
+        command = f"{flags} c {more}".split()
+        code, out, err = run_here(search.main, *command, monkeypatch=monkeypatch, capsys=capsys)
+        assert code == 0, err
+    first, second, third = read_rows("logs/c/episodes.jsonl")
+    assert (first["status"], first["idea"]) == ("turn_limit", "one")
+    assert (second["status"], second["value"], second["idea"]) == ("refused", -1, "")
+    assert second["reason"].startswith("Your input was flagged: http")
+    assert (third["status"], third["idea"]) == ("turn_limit", "one")
     rows = read_rows("logs/a/episodes.jsonl")
     assert [row["status"] for row in rows] == ["submit", "refused", "turn_limit"]
     assert rows[1]["value"] == -1

@@ -7,6 +7,7 @@ reply keeps all of its tokens, also where the template would leave out its thoug
 
 import contextlib
 import copy
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,10 +53,10 @@ class ChatTokens:
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         if not self.tokenizer.chat_template:
             raise UserError(f"{model} has no chat template: choose an instruct model.")
-        file = None
         with contextlib.suppress(OSError):  # there is no such file
-            file = cached_file(model, "generation_config.json")
-        more = end_tokens(Path(file)) if file else []
+            cached_file(model, "generation_config.json")
+        file = Path(cached_file(model, "config.json")).with_name("generation_config.json")
+        more = end_tokens(file) if os.path.lexists(file) else []  # also a link to nothing
         self.stop_tokens = {self.tokenizer.eos_token_id, *more} - {None}
         self._control = {
             number: str(token)

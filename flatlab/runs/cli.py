@@ -212,16 +212,28 @@ def run(main):
     os._exit(code)
 
 
+def hang_up(*_):
+    """Ends the run as Ctrl-C does. The terminal may be gone: then nothing more is printed."""
+    for stream in (1, 2):
+        try:
+            os.write(stream, b"\n")
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    signal.raise_signal(signal.SIGINT)
+
+
 def one_sentence(main):
     """Runs main(). An error that the user can fix is printed as one sentence, with exit code 2.
 
     These are UserError and a full disk, also where they were raised in a task of a TaskGroup. A
     sandbox that broke ends with exit code 1, as any other error does, which has its traceback;
-    Ctrl-C and SIGTERM end with 130.
+    Ctrl-C, SIGTERM and SIGHUP (a closed terminal) end with 130.
     """
     # `nohup ... &` starts processes with SIGINT ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+        signal.signal(signal.SIGHUP, hang_up)
     # For those who watch a log. A locale or a lone surrogate may be unfit for a character.
     sys.stdout.reconfigure(line_buffering=True, errors="replace")
     if os.environ.get("NO_COLOR"):

@@ -130,11 +130,11 @@ def recorded(runs: list, first: dict | None = None, where=None):
         status = f"failed: {sentence_of(cause) or shown(repr(cause))}"
         if isinstance(cause, KeyboardInterrupt):
             status = "interrupted"
-            if runs:
-                where = where or runs[0].dir
-                print(f"\ninterrupted; the same command continues {where}", file=sys.stderr)
         for run in runs:
             with suppress(OSError):
                 if run.result.get("status") != "finished":
                     run.update_result(status=status)
+        if runs and status == "interrupted":
+            where = where or runs[0].dir
+            print(f"\ninterrupted; the same command continues {where}", file=sys.stderr)
         raise

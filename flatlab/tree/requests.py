@@ -11,7 +11,6 @@ import json
 import math
 import re
 
-from flatlab.errors import Refusal
 from flatlab.task.definition import Task
 from flatlab.world.episode import clip
 
@@ -91,15 +90,13 @@ LEAST_ROOM = 32  # tokens: a request whose reply would have less room is not sen
 
 
 async def reply_to(t, node, talk: list[dict], seed: int) -> str:
-    """The reply to these messages; "" if the prompt leaves no room for one. t: a Tree."""
+    """The reply to these messages; "" if the prompt leaves no room for one. t: a Tree. Raises
+    Refusal.
+    """
     prompt = t.policy.render(talk)
     room = min(t.cfg.episode.max_reply_tokens, t.cfg.model.context - len(prompt))
     if room >= LEAST_ROOM:
-        try:
-            sample = await t.policy.sample(prompt, room, seed=seed)
-        except Refusal as refusal:
-            node.decision["refused"] = str(refusal)
-            return ""
+        sample = await t.policy.sample(prompt, room, seed=seed)
         node.tokens += sample.reply_tokens
         if sample.note:
             node.decision["refused"] = sample.note
