@@ -550,6 +550,9 @@ def test_two_episodes_never_see_each_others_files(task, backend):
         assert not any(word in seen.observation for word in ("mine7", "7mine", "guess", "13579"))
         assert not two.score().valid
         assert one.score().valid
+        one.restart()
+        seen = do(one, "find ~ /tmp /dev/shm -name mine7; cat /dev/shm/*")
+        assert "mine7" not in seen.observation.replace("-name mine7", "")
 
 
 @pytest.mark.fault(22, "the agent looks for answers")

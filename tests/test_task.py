@@ -777,6 +777,20 @@ def graded(task, text, split="validation"):
 
 # ------------------------------------------------------------------ names of artefacts
 
+def test_an_artefact_in_a_folder_that_no_agent_may_write_is_named(make_task):
+    """A folder of root in an image, say; put() writes there, too."""
+    task = make_task(artefacts=("out/answer.txt",), trivial={})
+
+    def make_sandbox():
+        box = open_sandbox(task, LOCAL_BOX)
+        box.put({"out/given.txt": b""}, user="root")
+        box.put({})  # the workspace is the agent's
+        return box
+
+    with user_error("Task near: no agent can hand in its artefacts: .*answer.txt: Perm"):
+        check_grader(task, make_sandbox)
+
+
 NAMES = ("out[1].txt", "[!a].txt", "out[", "a b'c.txt", "-x", "dir[0]/é\n.txt", "f[o]/")
 
 

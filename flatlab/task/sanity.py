@@ -56,15 +56,22 @@ def check_grader(task: Task, make_sandbox) -> None:
                 )
 
 
+WRITE_SECONDS = 20
+WRITE = 'mkdir -p -- "${0%/*}" && echo x > "$0"'
+
+
 def check_artefacts(task: Task, make_sandbox) -> None:
-    """Writes each artefact into a sandbox and collects them as those of an agent. Raises UserError
-    if one is missing then.
+    """Writes each artefact as an agent does, and collects them. Raises UserError if an agent may
+    not write one, or if it is missing then.
     """
     folders = [f"{name}file" for name in task.artefacts if name.endswith("/")]
     names = [] if task.collect else task.named_artefacts + folders
     box = make_sandbox()
     try:
-        box.put({name: name.encode() for name in names})
+        for name in names:
+            written = box.run(["bash", "-c", WRITE, f"./{name}"], WRITE_SECONDS)
+            if written.exit_code:
+                raise ArtefactError(written.output.strip())
         read_artefacts(task, box)
     except (ArtefactError, SandboxFault) as error:
         raise UserError(f"Task {task.name}: no agent can hand in its artefacts: {error}.") from None
