@@ -552,7 +552,7 @@ def test_two_episodes_never_see_each_others_files(task, backend):
         assert one.score().valid
         one.restart()
         seen = do(one, "find ~ /tmp /dev/shm -name mine7; cat /dev/shm/*")
-        assert "mine7" not in seen.observation.replace("-name mine7", "")
+        assert "mine7" not in seen.observation
 
 
 @pytest.mark.fault(22, "the agent looks for answers")

@@ -777,6 +777,7 @@ def graded(task, text, split="validation"):
 
 # ------------------------------------------------------------------ names of artefacts
 
+
 def test_an_artefact_in_a_folder_that_no_agent_may_write_is_named(make_task):
     """A folder of root in an image, say; put() writes there, too."""
     task = make_task(artefacts=("out/answer.txt",), trivial={})
