@@ -286,6 +286,9 @@ def test_a_note_tells_what_is_missing_and_what_was_said_before():
     assert "submission.csv is not there yet.]" in sixth
     for task in (replace(TITANIC, artefacts=("out/", "*.txt")), replace(TITANIC, collect="true")):
         assert not prompts.missing(Env(task, LOCAL))
+    with Env(replace(TITANIC, artefacts=("out[1].txt",)), LOCAL) as world:
+        world.reset()
+        assert prompts.missing(world) == ["out[1].txt"]
 
 
 # ------------------------------------------------------------------ lengths

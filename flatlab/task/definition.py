@@ -145,7 +145,7 @@ class Task:
     def program(self) -> str:
         """The artefact if there is one and it is a Python program; else ""."""
         [name, *others] = self.artefacts
-        is_program = name.endswith(".py") and not others and not set(name) & set("*?[")
+        is_program = name.endswith(".py") and not others and name in self.named_artefacts
         return name if is_program else ""
 
     @property

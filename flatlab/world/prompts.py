@@ -210,8 +210,7 @@ def note(options, env, turns: list[dict], turns_left: int, seconds_left: float) 
 
 def missing(env) -> list[str]:
     """Names of the artefacts that are not in the workspace, without folders and patterns."""
-    plain = [name for name in env.task.artefacts if name[-1:] != "/" and not set(name) & set("*?[")]
-    names = [] if env.task.collect else plain
+    names = [] if env.task.collect else env.task.named_artefacts
     answers = {name: env.sandbox.call("get", path=name, limit=0)[0] for name in names}
     return [name for name in names if answers[name].get("error") == "is not there"]
 
