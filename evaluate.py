@@ -25,7 +25,7 @@ from pathlib import Path
 import env
 from flatlab import options
 from flatlab.errors import UserError
-from flatlab.heartbeat import stoppable
+from flatlab.heartbeat import heartbeat, stoppable
 from flatlab.model.path import model_name
 from flatlab.numbers import value_text
 from flatlab.options import Count, Resumable
@@ -93,10 +93,11 @@ async def evaluate(policy, tasks: list, numbers: list[int], cfg: Config, run) ->
         console.episode_made(episode, len(rows), len(numbers), eta)
         stop_after_faults(statuses, episode.fault)
 
-    async with asyncio.TaskGroup() as together:
-        for number in numbers:
-            if number not in rows:
-                together.create_task(one(number))
+    with heartbeat(lambda: f"episode  {len(rows)} of {len(numbers)} played"):
+        async with asyncio.TaskGroup() as together:
+            for number in numbers:
+                if number not in rows:
+                    together.create_task(one(number))
     run.update_result(**result_json(rows, tasks), status="finished")
 
 

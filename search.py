@@ -423,18 +423,18 @@ async def search(trees: list[Tree], policy, workers: int) -> None:
     error every sandbox is closed before this returns.
     """
     slots = asyncio.Semaphore(workers)
-    async with asyncio.TaskGroup() as together:
-        for t in trees:
-            together.create_task(grow(t, policy, slots, together))
+    with heartbeat(lambda: f"search   {sum(len(t.finished) for t in trees)} nodes have ended"):
+        async with asyncio.TaskGroup() as together:
+            for t in trees:
+                together.create_task(grow(t, policy, slots, together))
 
 
 async def close(t: Tree) -> None:
     """Chooses the best node and scores it on the test part."""
     stopped_by = t.spent() or "tree"
-    with heartbeat(f"choosing the best node of {t.run.dir}"):
-        t.chosen = await choose(t)
-        if t.chosen.kept and len(t.task.splits) > 1:
-            await hidden_value(t, t.chosen, t.task.splits[-1])
+    t.chosen = await choose(t)
+    if t.chosen.kept and len(t.task.splits) > 1:
+        await hidden_value(t, t.chosen, t.task.splits[-1])
     t.run.update_result(**result_json(t) | {"stopped_by": stopped_by, "status": "finished"})
 
 
