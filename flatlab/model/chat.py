@@ -53,10 +53,11 @@ class ChatTokens:
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         if not self.tokenizer.chat_template:
             raise UserError(f"{model} has no chat template: choose an instruct model.")
-        with contextlib.suppress(OSError):  # there is no such file
-            cached_file(model, "generation_config.json")
-        file = Path(cached_file(model, "config.json")).with_name("generation_config.json")
-        more = end_tokens(file) if os.path.lexists(file) else []  # also a link to nothing
+        file = f"{model}/generation_config.json"
+        if not Path(model).is_dir():
+            with contextlib.suppress(OSError):  # there is no such file
+                file = cached_file(model, "generation_config.json") or file
+        more = end_tokens(Path(file)) if os.path.lexists(file) else []  # also a link to nothing
         self.stop_tokens = {self.tokenizer.eos_token_id, *more} - {None}
         self._control = {
             number: str(token)
