@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import grpo  # noqa: E402
 import search  # noqa: E402
 from flatlab.errors import UserError  # noqa: E402
-from flatlab.heartbeat import stoppable  # noqa: E402
+from flatlab.heartbeat import heartbeat, stoppable  # noqa: E402
 from flatlab.numbers import standard_error  # noqa: E402
 from flatlab.options import Count, Ge, Positive, Resumable, derived  # noqa: E402
 from flatlab.runs import cli  # noqa: E402
@@ -80,9 +80,11 @@ async def grow(t: Tree, slots: asyncio.Semaphore) -> None:
     cfg = grpo.Config(seed=t.seed, credit="complete", kl=0.0, episode=t.cfg.episode)
     while picked := start_round(t):
         playing = []
-        async with asyncio.TaskGroup() as together:
-            for children in picked:
-                playing.append([together.create_task(play(t, node, slots)) for node in children])
+        with heartbeat(lambda: f"round {policy.version:3} {len(t.finished)} nodes have ended"):
+            async with asyncio.TaskGroup() as together:
+                for children in picked:
+                    tasks = [together.create_task(play(t, node, slots)) for node in children]
+                    playing.append(tasks)
         groups = []  # the children of one parent each
         for number, tasks in enumerate(playing):
             children = [task.result() for task in tasks]

@@ -8,20 +8,25 @@ from collections.abc import Callable
 from contextlib import contextmanager, suppress
 
 EVERY = 10.0  # seconds
+_running = []  # heartbeats, in the order in which they began
 
 
 @contextmanager
 def heartbeat(text: str | Callable):
     """Inside, a line each 10 seconds ends with the seconds so far. A terminal gets one line, which
-    is rewritten. text: or a function without arguments that returns it.
+    is rewritten. Of several at the same time only the last one speaks. text: or a function without
+    arguments that returns it.
     """
     began = time.monotonic()
     has_ended = threading.Event()
+    _running.append(has_ended)
 
     def beat():
         end, last = ("\r", "\n") if sys.stdout.isatty() else ("\n", "")
         with suppress(BrokenPipeError):
             while not has_ended.wait(EVERY):
+                if _running[-1] is not has_ended:
+                    continue
                 said = text if isinstance(text, str) else text()
                 print(f"{said} ({time.monotonic() - began:.0f} s)", end=end, flush=True)
             if time.monotonic() - began >= EVERY:
@@ -32,6 +37,7 @@ def heartbeat(text: str | Callable):
     try:
         yield
     finally:
+        _running.remove(has_ended)
         has_ended.set()
         thread.join()
 

@@ -731,21 +731,27 @@ def test_what_takes_long_says_how_long(monkeypatch, capsys, is_terminal, end):
 
 
 def test_ctrl_c_says_at_once_that_it_stops_and_then_how_long_it_takes(monkeypatch, capsys):
+    """What the work says of itself is not heard any more."""
     monkeypatch.setattr(heartbeat, "EVERY", 0.02)
     said = []
 
     async def work():
-        try:
-            signal.raise_signal(signal.SIGINT)
-            await asyncio.sleep(60)
-        finally:
-            said.append(capsys.readouterr().err)
-            await asyncio.sleep(0.1)  # a sandbox ends
+        with heartbeat.heartbeat("2 nodes have ended"):
+            await asyncio.sleep(0.1)
+            try:
+                signal.raise_signal(signal.SIGINT)
+                await asyncio.sleep(60)
+            finally:
+                said.append(capsys.readouterr())
+                await asyncio.sleep(0.1)  # a sandbox ends
+                said.append(capsys.readouterr().out)
 
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(heartbeat.stoppable(work()))
-    assert said == ["\nstopping: sandboxes and replies in flight are being ended\n"]
-    assert capsys.readouterr().out.startswith("stopping (0 s)\nstopping (0 s)\n")
+    before, after = said
+    assert before.out.startswith("2 nodes have ended (0 s)\n2 nodes have ended (0 s)\n")
+    assert before.err == "\nstopping: sandboxes and replies in flight are being ended\n"
+    assert {*after.splitlines()} == {"stopping (0 s)"}
 
 
 def test_a_wrong_key_of_wandb_is_one_sentence(tmp_path, monkeypatch):
