@@ -37,7 +37,7 @@ HEARTBEAT := ( while sleep 10 >/dev/null 2>&1 && kill -0 $$$$ 2>/dev/null; do ec
 help:
 	@echo 'make run    set up what is missing, then train: python grpo.py --task titanic $$(ARGS)'
 	@echo 'make real   a pretrained model (135M) imitates demonstrations of battleOfSexes, then GRPO (10 to 14 minutes)'
-	@echo 'make test   set up what is missing, then test:  python -m pytest tests $$(ARGS)'
+	@echo 'make test   set up what is missing, then test:  python -m pytest tests -n 2 $$(ARGS)'
 	@echo 'make test-all  the slow tests too, in every kind of sandbox that works here'
 	@echo 'make lint   style and format of code (ruff) and prose'
 	@echo 'make setup  only the set-up, in .venv'
@@ -59,11 +59,14 @@ real: $(READY)
 	.venv/bin/python grpo.py configs/grpo-cpu.yaml --task battleOfSexes \
 	    --model logs/real-imitated/best --eval-episodes 24 --name real $(ARGS)
 
+# The files of the tests are shared out to two processes; with ARGS='-n 0' there is one, as a debugger needs.
+TESTS := .venv/bin/python -m pytest tests -n 2 --dist loadfile
+
 test: $(READY)
-	@.venv/bin/python -m pytest tests $(ARGS)
+	@$(TESTS) $(ARGS)
 
 test-all: $(READY)
-	@.venv/bin/python -m pytest tests --all --all-backends $(ARGS)
+	@$(TESTS) --all --all-backends $(ARGS)
 
 lint: $(READY)
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/python tools/check_prose.py

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the network
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and tables would be cut there
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[1] / "configs/tasks"))
 
