@@ -731,7 +731,7 @@ def test_what_takes_long_says_how_long(monkeypatch, capsys, is_terminal, end):
 
 
 def test_ctrl_c_says_at_once_that_it_stops_and_then_how_long_it_takes(monkeypatch, capsys):
-    """What the work says of itself is not heard any more."""
+    """Then the work says nothing of itself any more."""
     monkeypatch.setattr(heartbeat, "EVERY", 0.02)
     said = []
 
