@@ -61,6 +61,24 @@ def test_the_first_messages_of_the_stand_in_are_the_recorded_ones(name):
     assert requests.task_text(tiny, task, {}) == RECORDED[f"{name} about short"]
 
 
+@pytest.mark.parametrize(
+    "name, line",
+    [
+        ("titanic", 'train, test = pd.read_csv("mails/train.csv"), pd.read_csv("mails/test.csv")'),
+        ("battleOfSexes", "def order(sold):"),
+        ("circlePacking", 'with open("squares.json", "w") as file:'),
+    ],
+)
+def test_the_example_suits_the_kind_of_task(name, line):
+    """It is copied: after one about tables, agents read a table that a game does not have."""
+    with Env(load_task(name, "", ""), LOCAL) as world:
+        world.restart()
+        system, _ = first_of(world, OPTIONS)
+    program = system.split("```python\n")[1].split("```")[0]
+    compile(program, "example", "exec")
+    assert line in program.splitlines()
+
+
 CODE = {"solve.py": "import csv\nprint(1)\n", "b.sh": "x" * 900}
 ERROR = "Traceback\nKeyError: 'x'\n"
 
