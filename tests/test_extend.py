@@ -37,7 +37,7 @@ bash = SimpleNamespace(task=SimpleNamespace(program=""))
 assert tool(bash, "no block", 1)[2] == "rejected"
 texts = load_prompts("configs/prompts/agent.yaml")
 assert texts.path.resolve().is_relative_to(Path.cwd().resolve()), texts.path
-told = dict(workspace="/w", artefact="a.csv", program="", ends_at_score=False, files=[])
+told = dict(workspace="/w", artefact="a.csv", program="", ends_at_score=False)
 system = texts.fill("system", **told)
 assert system.endswith("\\nTry the simplest rule first.") and "describe data/train.csv" in system
 assert "epsilon_greedy" in search.SELECT

@@ -66,7 +66,6 @@ def test_the_first_messages_of_the_stand_in_are_the_recorded_ones(name):
     [
         ("titanic", 'train, test = pd.read_csv("mails/train.csv"), pd.read_csv("mails/test.csv")'),
         ("battleOfSexes", "def order(sold):"),
-        ("circlePacking", 'with open("squares.json", "w") as file:'),
     ],
 )
 def test_the_example_suits_the_kind_of_task(name, line):

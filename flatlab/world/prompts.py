@@ -35,7 +35,7 @@ MACHINE = """max_turns minutes memory_gb is_container cores has_network python p
 package_count"""
 # The templates of a file, and the names that each of them may use
 FACTS = {
-    "system": "task workspace artefact program ends_at_score has_network files more_files",
+    "system": "task workspace artefact program ends_at_score has_network",
     "first_message": "task workspace artefact program ends_at_score has_network files more_files "
     "limits",
     "limits": f"task {MACHINE}",
