@@ -80,7 +80,7 @@ async def grow(t: Tree, slots: asyncio.Semaphore) -> None:
     cfg = grpo.Config(seed=t.seed, credit="complete", kl=0.0, episode=t.cfg.episode)
     while picked := start_round(t):
         playing = []
-        with heartbeat(lambda: f"round {policy.version:3} {len(t.finished)} nodes have ended"):
+        with heartbeat(lambda: f"round {policy.version:3}: {len(t.finished)} nodes have ended"):
             async with asyncio.TaskGroup() as together:
                 for children in picked:
                     tasks = [together.create_task(play(t, node, slots)) for node in children]
