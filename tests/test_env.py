@@ -139,7 +139,7 @@ REJECTED = [
     ("```bash ls```", "no ```bash"),
     (block("ls") + "\n" + block("pwd"), "2 code blocks"),
     (block("ls") + "\nIt prints:\n```\na.txt\n```", "several code blocks"),
-    ("```json\n{}\n```", "marked 'json'"),
+    ("```json\n{}\n```", "marked 'json'; it must be bash or python"),
     ("```python\nprint()\n```\n```python\nprint()\n```", "2 code blocks"),
     ("```python\nprint()\n```\nIt prints:\n```\n\n```", "several code blocks"),
     ("```python\nprint()", "not closed; it may"),

@@ -112,7 +112,7 @@ def extract_action(reply: str, program: str = "solve.py") -> str:
         chosen = blocks = find_blocks(text, ("",))  # a block without a language
         languages = [block.language for block in blocks if block.language]
         if languages:
-            raise ValueError(f"The block is marked {languages[0][:20]!r}; it must be bash.")
+            raise ValueError(f"The block is marked {languages[0][:20]!r}; it must be bash or python.")
     if not chosen:
         raise ValueError("There is no ```bash block in the reply.")
     if len(chosen) > 1:
