@@ -308,6 +308,17 @@ def test_a_note_tells_what_is_missing_and_what_was_said_before():
         assert prompts.missing(world) == ["out[1].txt"]
 
 
+def test_commands_that_end_in_another_way_than_before_are_not_called_repeated():
+    edits = [block(f"echo 'print({text})' > a.py") for text in ("1/0", "4", "4+0", "2/0")]
+    runs = block("python3 a.py")
+    policy = FakePolicy(*[reply for edit in edits for reply in (edit, runs)], block("ls"))
+    episode = episode_of(policy, max_turns=9)
+    notes = [turn["note"] for turn in episode.turns]
+    said = {number: note[:80] for number, note in enumerate(notes) if "earlier" in note}
+    begin = "[These are the commands of an earlier reply, and they end as before "
+    assert said == {5: f"{begin}(4): change "[:80], 7: f"{begin}(ZeroDivisionError"[:80]}
+
+
 # ------------------------------------------------------------------ lengths
 
 

@@ -216,10 +216,15 @@ def missing(env) -> list[str]:
 
 
 def repeated_line(turns: list[dict]) -> str:
-    """The last line that the last commands led to, if an earlier reply had the same; else ""."""
-    *earlier, said = [turn["action"] or turn["reply"] for turn in turns]
-    if said not in earlier:
-        return ""
-    lines = [line.strip() for line in turns[-1]["observation"].splitlines() if line.strip()]
+    """The last line that the last commands led to, if an earlier reply had the same commands and
+    they led to it, too; else "".
+    """
+    *earlier, end = [(turn["action"] or turn["reply"], last_line(turn)) for turn in turns]
+    return end[1] if end in earlier else ""
+
+
+def last_line(turn: dict) -> str:
+    """The last line of an observation, without notes in brackets if there is another one."""
+    lines = [line.strip() for line in turn["observation"].splitlines() if line.strip()]
     printed = [line for line in lines if line[0] != "["] or lines or ["nothing"]
     return printed[-1][:200]
