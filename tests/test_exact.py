@@ -232,3 +232,17 @@ def test_a_search_says_exact_and_keeps_a_file_that_beats_the_reference(quick_pro
         assert world.score().valid and not world.score().record
     for words in (f"overlap {node['score']:.6f}", "exact part", "the score is exact"):
         assert words in headline(t)
+
+
+IN_FILES = {("out/",): "1\n22", ("*.json",): "3\n4", ("out/", "a.json"): "3\n1\n22"}
+
+
+@pytest.mark.parametrize("artefacts", IN_FILES)
+def test_a_record_in_several_files_is_kept_whole(artefacts, tmp_path):
+    (tmp_path / "g.py").write_text("print('{\"radii\": 9}')")
+    task = replace(load_task("circlePacking"), name=f"{artefacts}", artefacts=artefacts)
+    task = replace(task, hidden={"g.py": tmp_path / "g.py"}, grader=("python3", "g.py"))
+    with Env(task, LOCAL) as world:
+        world.reset()
+        world.sandbox.put({"out/1.json": b"1", "out/2.json": b"22", "a.json": b"3", "b.json": b"4"})
+        assert world.score().record == IN_FILES[artefacts]

@@ -35,7 +35,7 @@ class Score:
     # End and output of a grader that gave neither a score nor a reason. It may hold answers, so no
     # agent reads it.
     grader_output: str = ""
-    # The artefact of an exact score that is better than the reference, for the transcript
+    # The artefacts of an exact score that is better than the reference, for the transcript
     record: str = ""
 
 
@@ -118,7 +118,8 @@ def grade(task: Task, artefacts: dict[str, bytes], split: str, make_sandbox) -> 
     if not score.valid:  # a grading that was killed may succeed when it is repeated
         return score
     if task.exact and improvement(score.value, task) > 1:
-        score = replace(score, record=artefacts[task.artefacts[0]].decode(errors="replace"))
+        texts = [data.decode(errors="replace") for data in artefacts.values()]
+        score = replace(score, record="\n".join(texts))
     return grades.setdefault(key, score)
 
 
