@@ -423,6 +423,15 @@ def test_validate_grades_in_a_fresh_sandbox_and_equal_artefacts_once(world, monk
     assert world.score() == step.score
 
 
+@pytest.mark.parametrize("stderr", ["-1", "-1e-300", "-1e999", "NaN", '"x"'])
+def test_a_standard_error_that_is_none_is_unknown(world, stderr):
+    world.task.hidden["grade.py"].write_text(f"""print('{{"hits": 1, "stderr": {stderr}}}')""")
+    do(world, "echo a > guess.txt")
+    step = do(world, "validate")
+    assert (step.score.value, step.score.stderr) == (1.0, None)
+    assert step.observation == "validation hits: 1.0 (baseline 0.000, higher is better)"
+
+
 @pytest.mark.fault(26, "the grader waits")
 @pytest.mark.parametrize("wait", ["time.sleep(10**6)", slow("threading.Event().wait()")])
 def test_grader_that_waits_is_stopped_before_its_time(world, monkeypatch, wait):

@@ -153,6 +153,7 @@ def run_grader(task: Task, artefacts: dict, split: str, make_sandbox) -> Score:
         )
     elif reply["code"] and value is not None:
         message = "The grader failed after it had printed a score."
+    stderr = number(printed.get("stderr"))
     output = ""
     if stopped or reply["code"] or not works:
         value = None
@@ -165,7 +166,7 @@ def run_grader(task: Task, artefacts: dict, split: str, make_sandbox) -> Score:
         value is not None,
         plain_text(message.encode("utf-8", "replace")),
         position=number(printed.get("position")),
-        stderr=number(printed.get("stderr")),
+        stderr=None if stderr is None or stderr < 0 else stderr,
         grader_output=output,
     )
 
