@@ -126,6 +126,14 @@ def test_intervals_resample_within_a_task():
     assert 0.1 < float(low) < 0.35 and 0.65 < float(high) < 0.9  # +- 2 sqrt(2 * 8 / (12 * 64))
 
 
+DAMAGED = {  # file: (content, the end of the sentence about it)
+    "a.yaml": ("settings: [titanic]", "settings: Input should be a valid dictionary"),
+    "b.yaml": ("settings:", "settings: Input should be a valid dictionary"),
+    "c.yaml": ("setings: {attempts: 2}", "setings: Extra inputs are not permitted"),
+    "d.yaml": ("needs: 5", "needs: Input should be"),
+    "e.yaml": ("notes: [x]", "notes: Input should be a valid string"),
+    "f.yaml": ("published: x", "published: Input should be a valid dictionary"),
+}
 SHOWN = {
     "--suite builtin": "None of these evaluations played a task",
     "--suite mledojo": "The suite mledojo needs $MLEDOJO_ROOT",
@@ -136,6 +144,9 @@ PLAYED = {
     "--suite typo.yaml": "Unknown task 'titanicc'; did you mean titanic",
     "--suite gone.yaml": "None of these tasks can be played here. ",
     "--suite mlgym": "holds no published results",
+    **{f"--suite {name}": f"{name}: {words}" for name, (_, words) in DAMAGED.items()},
+    "--suite format.yaml": "format.yaml cannot be used: KeyError: 'idd'",
+    "--suite other.yaml": "results.json cannot be used: KeyError: 'baseline'",
 }
 
 
@@ -145,6 +156,10 @@ def test_errors_are_one_sentence(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdout.reconfigure", lambda **_: None, raising=False)
     files = {"typo.yaml": "settings: {task: [titanic, titanicc]}"}
     files["gone.yaml"] = "needs: MLGYM_ROOT\nsettings: {task: [gone]}"
+    files |= {name: content for name, (content, _) in DAMAGED.items()}
+    files["format.yaml"] = SUITE.replace("{id}", "{idd}")
+    files["other.yaml"] = SUITE.replace("runs/m-{model}", "other/m-{model}")
+    files["other/m-x__ship__1/results.json"] = "{}"
     write(tmp_path, files)
     refuses(lambda: viz.main(viz.tyro.cli(viz.Options)), SHOWN, monkeypatch, capsys)
     refuses(evaluate.main, PLAYED, monkeypatch, capsys)

@@ -7,11 +7,13 @@ validates; the score of its submission is the last one.
 import itertools
 import os
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
+from typing_extensions import TypedDict  # of Python before 3.12, pydantic takes this one only
 
 from flatlab.errors import UserError, nearest
-from flatlab.files import read_mapping
+from flatlab.files import read_mapping, usable, validated
 from flatlab.runs.fingerprint import ROOT
 from flatlab.task.mledojo import mledojo_names
 from flatlab.view.reader import RunData
@@ -21,18 +23,46 @@ KINDS = ["best attempt", "best submission"]
 BASELINE = "baseline"  # name of its row
 
 
+class Source(TypedDict):
+    """A task of the published results; further keys are for the name of their files."""
+
+    __pydantic_config__ = {"extra": "allow"}
+    task: str
+    metric: str
+    higher_is_better: bool
+
+
+class Published(TypedDict):
+    files: str
+    models: list[str]
+    tasks: list[Source]
+
+
+class SuiteYaml(TypedDict, total=False):
+    """The keys of a suite, which mlgym.yaml explains."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+    needs: Literal["", *ROOTS.values()]
+    settings: dict
+    notes: str
+    published: Published
+
+
 def read_suite(name: str) -> dict:
     """The file configs/suites/<name>.yaml, or the one at this path; mlgym.yaml explains its keys.
     Adds its name, the published attempts, and "roots": arguments of load_task that keep other tasks
     out.
 
-    Raises UserError if there is no such file, or if it needs a root that is not set or is empty.
+    Raises UserError if there is no such file, if it is damaged, or if it needs a root that is not
+    set or is empty.
     """
     path = Path(name) if name.endswith(".yaml") else ROOT / f"configs/suites/{name}.yaml"
     if not path.exists():
         known = sorted(file.stem for file in (ROOT / "configs/suites").glob("*.yaml"))
         raise UserError(f"There is no suite {name}; {nearest(name, known)}.")
-    suite = {"name": name, "needs": "", "settings": {}, "notes": ""} | read_mapping(path)
+    content = read_mapping(path)
+    validated(SuiteYaml, content, path)
+    suite = {"name": name, "needs": "", "settings": {}, "notes": ""} | content
     needs = suite["needs"]
     suite["roots"] = {}
     for option, variable in ROOTS.items():
@@ -45,7 +75,8 @@ def read_suite(name: str) -> dict:
     root = Path(root)
     if needs == "MLEDOJO_ROOT":
         suite["settings"].setdefault("task", mledojo_names(root))
-    suite["attempts"] = published(root, suite["published"]) if "published" in suite else []
+    with usable(path):
+        suite["attempts"] = published(root, suite["published"]) if "published" in suite else []
     return suite
 
 
@@ -83,10 +114,12 @@ def published(root: Path, sources: dict) -> list[dict]:
     for model, source in itertools.product(sources["models"], sources["tasks"]):
         for file in sorted(root.glob(sources["files"].format(model=model, **source))):
             content = read_mapping(file)
-            entries = {model: content.get("agent") or [{}], BASELINE: [content["baseline"]]}
-            for name in entries:
-                scores = [entry.get(source["metric"]) for entry in entries[name]]
-                attempts.append(attempt(name, source["task"], source["higher_is_better"], scores))
+            with usable(file):
+                entries = {model: content.get("agent") or [{}], BASELINE: [content["baseline"]]}
+                for name in entries:
+                    scores = [entry.get(source["metric"]) for entry in entries[name]]
+                    larger = source["higher_is_better"]
+                    attempts.append(attempt(name, source["task"], larger, scores))
     if not attempts:
         raise UserError(f"{root} holds no published results: there is no {sources['files']}.")
     return attempts
