@@ -300,6 +300,9 @@ class NodeEnv(env.Env):
     def restart(self):
         if self.parents:
             self.restore(self.tree.files_of(self.parents[0]))
+            # Exported variables come along, but the texts say that a node starts in the workspace.
+            state = self.sandbox.call("state")[0]
+            self.sandbox.call("state", **state | {"cwd": self.sandbox.workspace})
         else:
             super().restart()
 

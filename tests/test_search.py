@@ -28,6 +28,7 @@ from flatlab.view.results import best_node, numbers_on_test_part, outcome_senten
 from helpers import (
     AGENT_TEXTS,
     PROJECT,
+    RIGHT,
     FakePolicy,
     block,
     half_break,
@@ -565,6 +566,15 @@ def real_tree(model, **config):
     trees = opened([load_task("titanic")], max_turns=4, **config)
     grow(trees, model)
     return trees[0]
+
+
+@pytest.mark.parametrize("leave", ["cd data", "cd /tmp", "mkdir x; cd x; rmdir ../x"])
+def test_a_node_starts_in_the_workspace_wherever_its_parent_ended(leave):
+    ends = [block(f"{RIGHT}\nexport SEEN=yes; {leave}"), block("validate")]
+    model = FakePolicy(*ends, block('[ "$PWD" = ~/workspace ] && echo $SEEN; ls'), block("submit"))
+    t = real_tree(model, nodes=2, select="linear", sampling_mode="none")
+    child = by_id(t)["0.0.0"]
+    assert child["turns"][0]["observation"] == "yes\ndata"
 
 
 @pytest.mark.attack("a broken sandbox after a bad result, in a node")
