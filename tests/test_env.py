@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -23,7 +24,6 @@ from flatlab.task.definition import Task
 from flatlab.task.grading import Score
 from flatlab.world import blocks
 from flatlab.world.actions import fold_tracebacks
-from flatlab.world.blocks import extract_action
 from flatlab.world.episode import Episode, crashed, run_episode
 from helpers import (
     LOCAL,
@@ -159,6 +159,9 @@ REJECTED = [
 ]
 
 
+extract_action = partial(blocks.extract_action, program="/w/solve.py")
+
+
 @pytest.mark.parametrize("reply, action", ACCEPTED)
 def test_accepted(reply, action):
     assert extract_action(reply) == action
@@ -209,7 +212,29 @@ def test_a_program_that_ends_well_is_scored(world, ends_at_score):
     assert step.ended == ("validated" if ends_at_score else "")
 
 
-@pytest.mark.parametrize("artefacts", [("a.py", "b.csv"), ("src/*.py",), ("out/",), ("a.csv",)])
+def test_a_program_runs_in_the_workspace_wherever_the_agent_is(world):
+    row = "```python\ndef row_strategy(history): return {}\n```"
+    do(world, "echo a b > guess.txt; mkdir -p a/b; cd a/b")
+    assert world.step("```python\nopen('guess.txt', 'w').write('b')\n```").score.value == 1.0
+    assert do(world, "pwd; ls").observation.endswith("/a/b")  # the agent stays there
+    with Env(load_task("battleOfSexes"), LOCAL) as game:
+        game.reset()
+        assert game.step(row.format(1)).score.value == 0.82
+        do(game, "mkdir a && cd a")
+        assert game.step(row.format(0)).score.value == 1.44
+
+
+def test_a_program_does_not_end_a_task_that_collects_its_workspace(task):
+    with Env(replace(task, collect="cat words/* > guess.txt"), LOCAL, ends_at_score=True) as world:
+        world.reset()
+        step = world.step("```python\nprint(1)\n```")
+        assert (step.observation, step.score, step.done) == ("$ python3 solve.py\n1", None, False)
+
+
+OTHER_ARTEFACTS = [("a.py", "b.csv"), ("src/*.py",), ("src/a.py",), ("out/",), ("a.csv",)]
+
+
+@pytest.mark.parametrize("artefacts", OTHER_ARTEFACTS)
 def test_only_a_single_python_artefact_is_a_program(artefacts):
     assert replace(load_task("titanic"), artefacts=artefacts).program == ""
 

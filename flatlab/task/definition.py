@@ -143,9 +143,10 @@ class Task:
 
     @property
     def program(self) -> str:
-        """The artefact if there is one and it is a Python program; else ""."""
+        """The artefact if there is one and it is a Python program of the workspace; else ""."""
         [name, *others] = self.artefacts
-        is_program = name.endswith(".py") and not others and name in self.named_artefacts
+        is_one = not others and name in self.named_artefacts
+        is_program = is_one and name.endswith(".py") and "/" not in name
         return name if is_program else ""
 
     @property

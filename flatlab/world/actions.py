@@ -17,16 +17,16 @@ KILLED = 137  # exit code of a process that got SIGKILL, from the kernel if memo
 def act_bash(env, reply: str, timeout: float) -> tuple[str | None, str, str, Score | None]:
     """Runs the block of a reply: (action, observation, status, score of a grading or None).
 
-    A whole program that ends without an error is graded at once. env: an Env whose sandbox runs.
-    timeout: seconds.
+    A whole program runs in the workspace. If it ends without an error, what it wrote is graded at
+    once, but not if the task collects the whole workspace. timeout: seconds.
     """
-    program = env.task.program or "solve.py"
+    program = f"{env.sandbox.workspace}/{env.task.program or 'solve.py'}"
     try:
         action = extract_action(reply, program)
     except ValueError as problem:
         return None, f"Nothing was run. {problem}", "rejected", None
     action, observation, status, score = act_command(env, action, timeout)
-    if status == "ok" and is_program(action, program):
+    if status == "ok" and is_program(action, program) and not env.task.collect:
         score = env.score()
         observation += f"\n{score_sentence(score, env.task)}"
         status = "validate" if score.valid else "ok"

@@ -6,6 +6,7 @@ reports no open here-document, so a here-document may hold fences, as a README d
 """
 
 import functools
+import os
 import re
 import shlex
 import shutil
@@ -96,10 +97,10 @@ class Block:
         self.lines.append(rest)
 
 
-def extract_action(reply: str, program: str = "solve.py") -> str:
+def extract_action(reply: str, program: str) -> str:
     """The commands of the block: its text, or what writes and runs a block marked python.
 
-    program: name of the file that a Python program is written to. Raises ValueError, with a
+    program: path of the file that a Python program is written to. Raises ValueError, with a
     sentence for the agent, if there is not exactly one block. One of Python before one of bash
     does not count.
     """
@@ -112,7 +113,9 @@ def extract_action(reply: str, program: str = "solve.py") -> str:
         chosen = blocks = find_blocks(text, ("",))  # a block without a language
         languages = [block.language for block in blocks if block.language]
         if languages:
-            raise ValueError(f"The block is marked {languages[0][:20]!r}; it must be bash or python.")
+            raise ValueError(
+                f"The block is marked {languages[0][:20]!r}; it must be bash or python."
+            )
     if not chosen:
         raise ValueError("There is no ```bash block in the reply.")
     if len(chosen) > 1:
@@ -143,18 +146,23 @@ def why_open(block: Block) -> str:
 
 
 def run_program(block: Block, program: str) -> str:
-    """Commands that write the block to a file and run it, after a line that shows how."""
+    """Commands that write the block to a file and run it in its folder, after a line that shows
+    how. They leave the working directory as it is.
+    """
     end = "PROGRAM"
     while end in block.lines:
         end += "_"
-    file = shlex.quote(program)
+    folder, file = map(shlex.quote, os.path.split(program))
     run = f"python3 {file}"
-    return f"cat > {file} <<'{end}' && echo {shlex.quote('$ ' + run)} && {run}\n{block.text}\n{end}"
+    write = f"cat > {file} <<'{end}'"
+    show = f"echo {shlex.quote('$ ' + run)}"
+    return f"(cd {folder} && {write} && {show} && {run})\n{block.text}\n{end}"
 
 
 def is_program(action: str, program: str) -> bool:
     """True for commands of run_program."""
-    return action.startswith(f"cat > {shlex.quote(program)} <<'PROGRAM")
+    folder, file = map(shlex.quote, os.path.split(program))
+    return action.startswith(f"(cd {folder} && cat > {file} <<'PROGRAM")
 
 
 def find_blocks(text: str, shells: tuple = SHELLS) -> list[Block]:
