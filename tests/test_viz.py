@@ -698,6 +698,8 @@ def test_an_evaluation_is_the_mean_over_all_episodes_on_the_test_part_if_it_was_
     assert [line.split()[0] for line in viz.list_text(run).splitlines()[2:]] == ["0", "2", "4"]
     tested = evaluated(tmp_path / "b", (0.8, None), (0.7, 0.7))
     assert "value +0.5000 ± 0.0000, 100% valid, loss 0.7000" in said(tested)
+    invalid = said(evaluated(tmp_path / "c", (0.8, 0.8), (None, 0.7)))
+    assert "1 of 2 episodes failed (value -1): 1 x no score on the test part; 0 f" in invalid
     assert "on the test part." in said(tested)
     [row] = rows(tested)
     assert (row["measured on"], row["score"]) == ("all episodes, test part", "0.7000 ± 0.0000")

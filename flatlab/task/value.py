@@ -106,7 +106,9 @@ def on_test_part(rows: list[dict]) -> list[dict]:
     for row in rows:
         if row["test_value"] is not None:
             row = row | {name: row[f"test_{name}"] for name in names}
-            row["outcome"] = "failed" if row["improvement"] is None else "valid"
+            is_valid = row["improvement"] is not None
+            row["outcome"] = "valid" if is_valid else "failed"
+            row["reason"] = "" if is_valid else row["reason"] or "no score on the test part"
         tested.append(row)
     return tested
 
