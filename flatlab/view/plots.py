@@ -87,11 +87,6 @@ UNITS = {  # the first part that a key contains counts
 # ------------------------------------------------------------------ numbers
 
 
-def series(rows: list[dict], key: str) -> np.ndarray:
-    """One number per row, shape (rows,); NaN where a row has none."""
-    return np.array([row.get(key) for row in rows], float)
-
-
 def by_step(group: RunGroup, key: str):
     """A DataFrame with a column for each run; index: updates before the rows in which one of them
     has this key, or the numbers of rows that have no step.
@@ -307,7 +302,7 @@ def draw_tree(run: RunData, link: str = "#"):
     figure.set_label(f"tree of {run.name}: the nodes with their scores and strategies")
     axis = figure.subplots()
     indent = min(INDENT, TREE_WIDTH / 3 / max(id.count(".") for id in shown))
-    values = series(rows, "value")
+    values = np.array([row["value"] for row in rows], float)  # NaN of a fault
     scale = {"vmin": WORST, "vmax": max(0.0, np.nanmax(values))}
     at, marks = {"0": (0.0, 1)}, {}
     axis.scatter(*at["0"], c="black", marker="|", s=28)
