@@ -182,14 +182,16 @@ def transcripts_of(run: RunData) -> Callable:
     return transcript
 
 
+FACTS = (
+    "outcome|score|test_score|status|task|seed|op|sampling_mode|parent|second_parent|chosen as|"
+    "probability|idea|tokens|seconds|error|grader_output|record"
+).split("|")
+
+
 def facts_above(row: dict, transcript: dict) -> dict:
     """The facts above the turns of an episode or node that it has: name -> text or number."""
-    names = "outcome score test_score status task seed op sampling_mode parent second_parent"
-    facts = {name: row.get(name) for name in names.split()}
-    facts["chosen as"] = row.get("decision", {}).get("reason")
-    facts |= {name: row.get(name) for name in ("probability", "idea", "tokens", "seconds")}
-    facts |= {name: transcript[name] for name in ("error", "grader_output", "record")}
-    return {name: fact for name, fact in facts.items() if fact not in (None, "")}
+    known = row | transcript | {"chosen as": row.get("decision", {}).get("reason")}
+    return {name: known[name] for name in FACTS if known.get(name) not in (None, "")}
 
 
 def code_diff(old: dict, new: dict) -> str:
