@@ -291,9 +291,8 @@ def spent(cfg, nodes: int, tokens: int, seconds: float) -> str:
 
 def stored_node(directory: Path, row: dict) -> Node:
     """A finished node from its row and its transcript, without its turns."""
-    texts = transcript_reader(directory)(row)
+    values = transcript_reader(directory)(row) | row
     names = {column.name for column in fields(Node)} - {*Node.UNSAVED, "turns"}
-    values = row | {name: texts[name] for name in Node.TEXTS}
     return Node(**{name: values[name] for name in names}, ended=True)
 
 
