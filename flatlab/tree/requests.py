@@ -35,8 +35,9 @@ def task_text(
     if machine:
         packages = machine["packages"][:NAMED_PACKAGES]
         limits = prompts.fill("limits", **machine | {"packages": packages})
-    facts = {"files": files, "limits": limits, "nodes_left": nodes_left, "nodes": nodes}
-    return prompts.fill("about", task=task, **facts)
+    return prompts.fill(
+        "about", task=task, files=files, limits=limits, nodes_left=nodes_left, nodes=nodes
+    )
 
 
 def ask(prompts, task: Task, parent, siblings: list, summary: str = "", **wanted) -> str:
@@ -45,8 +46,9 @@ def ask(prompts, task: Task, parent, siblings: list, summary: str = "", **wanted
     siblings: the other children of the parent. wanted: about (the text of the task), mode, k, tau.
     """
     tried = [node for node in siblings if node.idea][-SIBLINGS:]
-    wanted |= {"summary": summary, "parent": parent, "tried": tried}
-    return prompts.fill("strategies", task=task, **wanted)
+    return prompts.fill(
+        "strategies", task=task, summary=summary, parent=parent, tried=tried, **wanted
+    )
 
 
 def situation(prompts, task: Task, node, parents: list, limit: int, summary: str = "") -> str:
@@ -62,9 +64,14 @@ def situation(prompts, task: Task, node, parents: list, limit: int, summary: str
         parent.code = {name: clip(text.strip(), share) for name, text in parent.code.items()}
         parent.error = clip(parent.error, share)
         shown.append(parent)
-    phase = node.decision.get("phase")
-    facts = {"summary": summary, "parents": shown, "node": node, "phase": phase}
-    return prompts.fill("node", task=task, **facts)
+    return prompts.fill(
+        "node",
+        task=task,
+        summary=summary,
+        parents=shown,
+        node=node,
+        phase=node.decision.get("phase"),
+    )
 
 
 def tree_summary(t) -> str:
