@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -40,7 +39,13 @@ def load_task(
     """
     module, colon, place = name.partition(":")
     if colon:
-        return loader_of(module)(place)
+        try:
+            load = importlib.import_module(module).load_task
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            raise UnknownTask(
+                f"{module!r} is no Python module that loads tasks: {error}."
+            ) from None
+        return load(place)
     found = find_tasks(mlgym_root, mledojo_root)
     if name not in found:
         hint = nearest(name, sorted(found))
@@ -50,14 +55,6 @@ def load_task(
     load, root = found[name]
     with usable(f"Task {name}"):
         return load(root, name)
-
-
-def loader_of(module: str) -> Callable:
-    """The function load_task of a Python module. Raises UserError."""
-    try:
-        return importlib.import_module(module).load_task
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise UnknownTask(f"{module!r} is no Python module that loads tasks: {error}.") from None
 
 
 def find_tasks(
