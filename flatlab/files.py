@@ -15,6 +15,8 @@ import yaml
 
 from flatlab.errors import UserError, nearest
 
+ROOT = Path(__file__).resolve().parents[1]  # of the project
+
 
 def absent(path: str | Path) -> UserError:
     """The error that a file or folder does not exist, with the names that stand in its place."""

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flatlab.errors import UserError, nearest
-from flatlab.files import absent, read_mapping
+from flatlab.files import ROOT, absent, read_mapping
 from flatlab.model.adapter import read_settings
 from flatlab.model.fields import POSITIONS, check_fields
 from flatlab.model.loading import loading
 from flatlab.numbers import value_text
 
-STAND_IN = Path(__file__).resolve().parents[2] / "configs" / "tiny"  # the folder of --model tiny
+STAND_IN = ROOT / "configs" / "tiny"  # the folder of --model tiny
 FOLDER = re.compile(r"[/.~]|logs/|.+/.*/")  # names that are none of the Hugging Face hub
 
 

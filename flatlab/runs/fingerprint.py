@@ -9,10 +9,9 @@ import functools
 import sys
 from pathlib import Path
 
-from flatlab.files import content_key
+from flatlab.files import ROOT, content_key
 from flatlab.model.path import config_file
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "flatlab"
 
 

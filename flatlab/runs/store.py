@@ -47,8 +47,8 @@ from pathlib import Path
 import yaml
 
 from flatlab.errors import UserError, shown
-from flatlab.files import read_mapping, read_rows, temporary, to_disk, write_whole
-from flatlab.runs.fingerprint import ROOT, code_files
+from flatlab.files import ROOT, read_mapping, read_rows, temporary, to_disk, write_whole
+from flatlab.runs.fingerprint import code_files
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # answers of NFS and Lustre without locks
 EPISODES = "episodes.jsonl"

@@ -13,8 +13,7 @@ import numpy as np
 from typing_extensions import TypedDict  # of Python before 3.12, pydantic takes this one only
 
 from flatlab.errors import UserError, nearest
-from flatlab.files import read_mapping, usable, validated
-from flatlab.runs.fingerprint import ROOT
+from flatlab.files import ROOT, read_mapping, usable, validated
 from flatlab.task.mledojo import mledojo_names
 from flatlab.view.reader import RunData
 

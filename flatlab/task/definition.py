@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from flatlab.errors import UserError
-from flatlab.files import content_key
+from flatlab.files import ROOT, content_key
 from flatlab.numbers import LARGEST, number
 from flatlab.task.listing import joined
 from flatlab.task.value import improvement, score_text
@@ -19,7 +19,7 @@ MESSAGE_CHARS = 500  # limit of a grader's error message, which the agent reads
 # Fields that change neither an episode nor its score, and those that name files
 NOT_SCORED = "name source degenerate trivial needs_gpu needs_network public hidden requirements"
 
-TASKS_DIR = Path(__file__).resolve().parents[2] / "configs" / "tasks"
+TASKS_DIR = ROOT / "configs" / "tasks"
 PROXY = TASKS_DIR / "proxy.py"
 
 

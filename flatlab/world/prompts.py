@@ -11,13 +11,12 @@ import jinja2
 from jinja2 import meta
 
 from flatlab.errors import UserError
-from flatlab.files import content_key, read_mapping, usable
+from flatlab.files import ROOT, content_key, read_mapping, usable
 from flatlab.numbers import counted
 from flatlab.task.definition import Task
 from flatlab.task.machine import software_of
 from flatlab.task.value import score_text, validation_text
 
-ROOT = Path(__file__).resolve().parents[2]
 AGENT = "configs/prompts/agent.yaml"
 LISTED_FILES = 60  # files that the first message names
 SHARE = 0.5  # largest part of the context for the system message and the first one
