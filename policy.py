@@ -538,10 +538,6 @@ class Policy(Engine, Trainer):
     the trainer holds the adapter alone, and logprobs() cannot be called.
     """
 
-    # On a GPU the trainer uses the engine's copy of the base weights, if it then computes the same
-    # log-probs.
-    share_base = True
-
     @heartbeat("engine   is starting")
     def __init__(
         self,
@@ -567,13 +563,9 @@ class Policy(Engine, Trainer):
         self.is_fp32 = self.dtype == torch.float32
         self.diff_limit = 1e-4 if self.is_fp32 else 0.05
         with loading("transformers", path.base):
-            self.shares_base = (
-                self.share_base
-                and trains
-                and self.device == "cuda"
-                and self._build_on_shared_base(lora)
-            )
-            if not self.shares_base:
+            # On a GPU the trainer uses the engine's copy of the base weights, if it then computes
+            # the same log-probs.
+            if not (trains and self.device == "cuda" and self._build_on_shared_base(lora)):
                 make = own_base if trains else empty_base
                 base = make(self.engine, self.config, self.dtype)
                 self._build_trainer(base.to(self.device) if trains else base, lora)
