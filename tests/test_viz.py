@@ -530,7 +530,7 @@ def test_trackers_get_the_numbers_of_a_row():
 def tracked(tmp_path, name):
     pytest.importorskip(name, reason=f"optional: pip install {name}")
     run = store.open_run(tmp_path, CONFIG | {"trackers": [name]}, MADE_BY)
-    run.trackers = trackers.open_trackers(run)
+    run.trackers = [trackers.OPEN[name](run)]
     for step in range(2):
         run.log(step_row(step))
     return run.trackers

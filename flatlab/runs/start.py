@@ -98,7 +98,8 @@ def begin_run(cfg, tasks, model, is_finished, prompts="", **more) -> store.Run:
     values for config.yaml.
     """
     config = options.flat(cfg) | more
-    trackers.check_packages(config.get("trackers", ()))
+    names = config.get("trackers", ())
+    trackers.check_packages(names)
     made_by = fingerprint(tasks, prompts, None if config.get("url") else model)
     where = store.run_directory(cfg.name)
     if config.get("url") and not where.exists():
@@ -108,7 +109,7 @@ def begin_run(cfg, tasks, model, is_finished, prompts="", **more) -> store.Run:
     if run.finished:
         print(f"{where} was finished before: nothing is left to run.")
     else:
-        run.trackers = trackers.open_trackers(run)
+        run.trackers = [trackers.OPEN[name](run) for name in names]
     return run
 
 

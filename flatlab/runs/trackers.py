@@ -1,7 +1,7 @@
 """Sends the numbers of a run to TensorBoard or Weights & Biases, too. Both packages are optional.
 
-A tracker is a function of a row. The ones in `run.trackers` get every row while it is made, see
-open_trackers(). Transcripts stay in the run directory: viz.py shows them.
+A tracker is a function of a row. The ones in `run.trackers` get every row while it is made.
+Transcripts stay in the run directory: viz.py shows them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,6 @@ def check_packages(names: Iterable[str]) -> None:
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise UserError(f"--trackers {name} needs a missing package: pip install {name}")
-
-
-def open_trackers(run) -> list:
-    """The trackers that the config of an open Run asks for; check_packages() comes first."""
-    return [OPEN[name](run) for name in run.config.get("trackers", ())]
 
 
 def open_tensorboard(run):
