@@ -630,7 +630,8 @@ async def begin(policy, optimizer, cfg: Config, job) -> list[dict]:
         if cfg.eval_episodes:
             result = await judge(policy, cfg, job, "before")
             job.update_result(before=result)
-            job.track({"step": -1} | evaluation_columns(result))
+            if job.run:
+                job.run.track({"step": -1} | evaluation_columns(result))
     if policy.path.adapter:  # else the reference of the KL term is the base model
         policy.set_reference(Path("logs", cfg.name, "untrained"))
     return rows

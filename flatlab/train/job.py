@@ -245,8 +245,3 @@ class TrainingRun:
         """Merges the fields and the seconds of the run into result.json."""
         if self.run:
             self.run.update_result(**fields, seconds=time.monotonic() - self.began)
-
-    def track(self, row: dict) -> None:
-        """Hands a row to the trackers."""
-        if self.run:
-            self.run.track(row)
