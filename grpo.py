@@ -346,12 +346,12 @@ async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
     """Plays the groups of a plan; returns those of this rank by number.
 
     A group of equal rewards is followed by the next replacement. Up to cfg.concurrency episodes are
-    in flight at once, those of other plans included. Every rank plays its part of both lists.
+    in flight at once, those of other plans included. Every rank plays its part of both.
     """
     job.slots = slots = job.slots or Slots(cfg.concurrency)  # for all plans of the run
-    planned = [*plan.tasks, *plan.replacements]
-    first, more = plan.numbers(job.ranks)
-    spare = iter(more)
+    numbers = range(len(plan.tasks))
+    mine = slice(job.ranks.rank, None, job.ranks.world_size)
+    spare = iter(numbers[plan.groups :][mine])
     groups = []
 
     async def one(task, number):
@@ -368,7 +368,7 @@ async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
             # If one episode is cancelled or raises, the others are cancelled too, and every sandbox
             # is closed.
             async with asyncio.TaskGroup() as together:
-                task = planned[number]
+                task = plan.tasks[number]
                 plan.started += plan.size
                 places = range(number * plan.size, (number + 1) * plan.size)
                 plays = [together.create_task(one(task, i)) for i in places]
@@ -377,7 +377,7 @@ async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
             number = None if group.informative else next(spare, None)
 
     async with asyncio.TaskGroup() as together:
-        for number in first:
+        for number in numbers[: plan.groups][mine]:
             together.create_task(fill(number))
     return sorted(groups, key=lambda group: group.number)
 
@@ -388,7 +388,7 @@ async def evaluate(policy, cfg: Config, job, name: str, seed: int, test=False) -
     They are saved under this name. No update happens meanwhile. Returns the groups.
     """
     tasks = itertools.islice(itertools.cycle(job.tasks), cfg.eval_episodes)
-    plan = Plan([*tasks], 1, seed, test=test)
+    plan = Plan([*tasks], cfg.eval_episodes, 1, seed, test=test)
     with heartbeat(plan.progress("evaluating ")):
         groups = await play_groups(policy, plan, cfg, job)
     groups = await in_trainer(gather_groups, groups, job)

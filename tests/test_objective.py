@@ -364,7 +364,7 @@ def test_an_episode_that_breaks_its_sandbox_stays_in_its_group(hasty):
     policy = FakePolicy(half_break)
     cfg = changed(CFG, max_turns=3, max_reply_tokens=1000, prompts=TINY_TEXTS)
     job = TrainingRun(play=play)
-    [group] = asyncio.run(grpo.play_groups(policy, Plan([TASK], 4, 0), cfg, job))
+    [group] = asyncio.run(grpo.play_groups(policy, Plan([TASK], 1, 4, 0), cfg, job))
     assert [e.status for e in group.episodes] == ["submit", "crashed"] * 2
     assert group.rewards[1::2] == [-1, -1]
     assert min(group.rewards[::2]) > 0
@@ -414,7 +414,7 @@ def test_groups_are_filled_up_to_the_bound(monkeypatch, task):
         return episode
 
     def play(*more):
-        plan = Plan([task] * 2, 4, 7, more)
+        plan = Plan([task, task, *more], 2, 4, 7)
         assert plan.order < 0  # before any step
         return asyncio.run(grpo.play_groups(None, plan, CFG, TrainingRun()))
 
@@ -445,8 +445,8 @@ def test_a_plan_has_a_seed_and_replacements_of_its_own():
     cfg = changed(CFG, groups=2, max_groups=5, group_size=4, seed=3)
     plan = plan_step(["a", "b"], [1, 1], cfg, 7)
     assert (plan.seed, plan.size, plan.order, plan.test) == (3 * 10_007 + 7, 4, 7, False)
-    assert sorted(plan.tasks) == ["a", "b"]
-    assert len(plan.replacements) == 3
+    assert sorted(plan.tasks[: plan.groups]) == ["a", "b"]
+    assert len(plan.tasks) == 5
 
 
 def sequence(tokens, prompt=0):

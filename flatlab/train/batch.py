@@ -48,11 +48,10 @@ class Group:
 class Plan:
     """Groups to play."""
 
-    tasks: list[Task]  # of each group
+    tasks: list[Task]  # of each group, then of each that replaces one with equal rewards
+    groups: int  # without those replacements
     size: int  # episodes of a group
     seed: int
-    # tasks of the groups that replace groups of equal rewards
-    replacements: Sequence[Task] = ()
     test: bool = False  # whether to score the test part, too
     order: int = -1  # priority for sandboxes, lower runs first: evaluations, then step by step
     started: int = 0  # episodes so far
@@ -61,12 +60,6 @@ class Plan:
     def progress(self, name: str) -> Callable:
         """A function that returns a line about its episodes, see heartbeat."""
         return lambda: f"{name}: {self.ended} of {self.started} episodes"
-
-    def numbers(self, ranks) -> tuple[range, range]:
-        """Numbers of the groups and of the replacements that this rank plays."""
-        count = len(self.tasks)
-        mine = slice(ranks.rank, None, ranks.world_size)
-        return range(count)[mine], range(count, count + len(self.replacements))[mine]
 
 
 @dataclass
@@ -96,7 +89,8 @@ def plan_step(tasks: list[Task], weights: list[float], cfg, step: int) -> Plan:
     choose = partial(choose_tasks, tasks, weights)
     planned = choose(cfg.groups, f"{cfg.seed} {step}")
     more = choose(cfg.max_groups - cfg.groups, f"{cfg.seed} {step} replacements")
-    return Plan(planned, cfg.group_size, cfg.seed * 10_007 + step, more, order=step)
+    seed = cfg.seed * 10_007 + step
+    return Plan(planned + more, cfg.groups, cfg.group_size, seed, order=step)
 
 
 def gather_groups(groups: list[Group], job) -> list[Group]:

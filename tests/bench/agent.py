@@ -396,7 +396,7 @@ def run_ours(model, rounds, turns, tokens, variant):
         return row
 
     def start(step):
-        steps = grpo.Plan(plan, cfg.group_size, step, order=step)
+        steps = grpo.Plan(plan, len(plan), cfg.group_size, step, order=step)
         return asyncio.create_task(grpo.play_groups(policy, steps, cfg, job))
 
     async def single_steps():
