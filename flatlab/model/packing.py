@@ -28,6 +28,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.pytorch_utils import Conv1D
 
+from flatlab.model.memory import head_sizes
+
 
 def can_pack(model) -> bool:
     """Returns whether attention is the only layer that mixes positions, and every position sees all
@@ -40,15 +42,14 @@ def can_pack(model) -> bool:
 
 
 def has_varlen(model) -> bool:
-    """Returns whether one call of varlen_attn can attend to a packed row: torch 2.11 or later, a
-    GPU, 16-bit numbers, and heads of at most 256 numbers, a multiple of 8, in keys as in values.
+    """Returns whether one call of varlen_attn can attend to a packed row: a GPU, 16-bit numbers,
+    and heads of at most 256 numbers, a multiple of 8, in keys as in values.
     """
     config = model.config.get_text_config()
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    *_, size = head_sizes(config)
     is_even = getattr(config, "v_head_dim", size) == size  # not in DeepSeek
-    is_known = "window_size" in inspect.signature(varlen.varlen_attn).parameters
     fits = model.dtype.itemsize == 2 and size <= 256 and size % 8 == 0
-    return is_known and is_even and model.device.type == "cuda" and fits
+    return is_even and model.device.type == "cuda" and fits
 
 
 class Layout(NamedTuple):
