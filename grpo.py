@@ -704,8 +704,9 @@ def open_job(cfg: Config, model, tasks: list) -> TrainingRun:
     prompts = load_prompts(cfg.episode.prompts)
     job = TrainingRun(tasks)
     if job.ranks.rank == 0:
-        limits = {"steps": cfg.steps, "n": cfg.eval_episodes}
-        is_finished = functools.partial(checkpoint.is_finished, **limits)
+        is_finished = functools.partial(
+            checkpoint.is_finished, steps=cfg.steps, n=cfg.eval_episodes
+        )
         bounds = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
         job.run = start.begin_run(cfg, tasks, model, is_finished, prompts.digest, **bounds)
     job.finished = job.ranks.first(bool(job.run and job.run.finished))

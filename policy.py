@@ -405,9 +405,10 @@ class Trainer:
         """AdamW on the trainable tensors."""
         import torch
 
-        options = {"betas": betas, "weight_decay": weight_decay}
         is_fused = self.model.device.type == "cuda"  # one kernel for all tensors
-        return torch.optim.AdamW(self.parameters(), lr, fused=is_fused, **options)
+        return torch.optim.AdamW(
+            self.parameters(), lr, betas=betas, weight_decay=weight_decay, fused=is_fused
+        )
 
     def logprobs(self, batch: list[tuple[list[int], list[int]]], base: bool = False):
         """Log-probability and entropy (nats) of the tokens whose mask is 1.
