@@ -175,11 +175,11 @@ def evaluate_seeds(cfgs: list[Config], model, roots: dict | None) -> list[Path]:
                 tokens = most * cfg.episode.max_reply_tokens
                 print(f"plan     {cfg.episodes} episodes, at most {most} replies, {tokens} tokens")
                 if cfg.url:  # connections of an endpoint are of one event loop
-                    policy = open_engine(cfg, model, cfg.seed, cfg.concurrency)
+                    policy = open_engine(cfg, model, cfg.concurrency)
                 counter = policy or token_counter(cfg, model)
                 env.check_context(tasks, cfg, counter, may_lack)
                 run.update_result(left_out=left_out)
-                policy = policy or open_engine(cfg, model, cfg.seed, cfg.concurrency)
+                policy = policy or open_engine(cfg, model, cfg.concurrency)
                 numbers = episode_numbers(tasks, cfg, left_out)
                 asyncio.run(stoppable(evaluate(policy, tasks, numbers, cfg, run)))
         console.print_outcome(run.dir)

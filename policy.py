@@ -60,13 +60,13 @@ class Agreement:
         return f"log-probs differ by {self.mean:.1g} nats on average, at most {self.largest:.1g}"
 
 
-def open_engine(cfg, path: ModelPath, seed: int, max_batch: int):
+def open_engine(cfg, path: ModelPath, max_batch: int):
     """Opens a Policy that is not trained, or for --url an Endpoint, which has its sample()."""
     if cfg.url:
         endpoint.check_url(cfg.url)
         model = cfg.model
         return endpoint.Endpoint(cfg.url, model.model, model.context, model.temperature)
-    return Policy(path, cfg.model, seed, max_batch, trains=False)
+    return Policy(path, cfg.model, cfg.seed, max_batch, trains=False)
 
 
 @heartbeat("tokenizer is loading")

@@ -507,7 +507,7 @@ def check(cfg: Config) -> None:
 
 def grow_all(trees: list[Tree], cfg: Config, model) -> None:
     """Loads the model and grows the trees. cfg: of the first tree."""
-    policy = open_engine(cfg, model, cfg.seed, max(8, cfg.workers))
+    policy = open_engine(cfg, model, max(8, cfg.workers))
     asyncio.run(stoppable(search(trees, policy, cfg.workers)))
 
 

@@ -114,7 +114,7 @@ def grow_all(order, flags):
         own += ["--model", order["model"], "--backend", "local", *flags]
         cfgs, model = complete_configs(cli.parse_configs(script.Config, own))
         opened += cfgs
-    policy = open_engine(opened[0], model, 0, max(8, order["jobs"]))
+    policy = open_engine(opened[0], model, max(8, order["jobs"]))
     with contextlib.redirect_stdout(None):  # lines of nodes
         asyncio.run(grow_some(opened, model, policy, order["jobs"]))
 
