@@ -346,7 +346,7 @@ async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
     """Plays the groups of a plan; returns those of this rank by number.
 
     A group of equal rewards is followed by the next replacement. Up to cfg.concurrency episodes are
-    in flight at once, those of other plans included. Every rank plays its part of both.
+    in flight at once, those of other plans included. Every rank plays its part of both kinds.
     """
     job.slots = slots = job.slots or Slots(cfg.concurrency)  # for all plans of the run
     numbers = range(len(plan.tasks))
