@@ -153,18 +153,31 @@ def refused_when_damaged(file, call, sentence, ways):
 def test_a_damaged_file_of_a_search_is_one_sentence(tmp_path, monkeypatch, quick_provenance):
     monkeypatch.chdir(tmp_path)
     tree = run(nodes=3, score_of=lambda node: 0.6)
+
+    def again():
+        opened(nodes=3)
+
+    rows, result, texts = (
+        tree.run.dir / name
+        for name in ("episodes.jsonl", "result.json", "transcripts/000001.jsonl")
+    )
     ways = *WAYS, rewrite(lambda data: data.partition(b"\n")[2]), rewrite(lambda data: b"[]\n")
-    for file in (tree.run.dir / "episodes.jsonl", tree.run.dir / "result.json"):
-        sentence = f"{file}.* .*choose another --name"
-        refused_when_damaged(file, lambda: opened(nodes=3), sentence, ways)
+    for file in (rows, result):
+        refused_when_damaged(file, again, f"{file}.* .*choose another --name", ways)
+    other_key = rewrite(lambda data: data.replace(b'"sampling_mode"', b'"mode"'))
+    refused_when_damaged(rows, again, f"{rows} cannot be used: ", [other_key])
+    refused_when_damaged(texts, again, f"{texts} is missing or damaged: it lacks 0.1", [GONE])
     node = tree.finished[0]
     file = tree.tar_of(node)
     sentence = f"{file} is missing or damaged: .*node {node.id}.*choose another --name"
     refused_when_damaged(file, lambda: tree.files_of(node), sentence, (*WAYS, GONE))
-    file = tree.run.dir / "episodes.jsonl"
-    file.unlink()
-    with user_error(f"{file} is damaged: it holds 0 nodes of 3"):
-        opened(nodes=3)
+    refused_when_damaged(rows, again, f"{rows} is damaged: it holds 0 nodes of 3", [GONE])
+    for name, make in (("journal.jsonl", Path.touch), ("episodes", Path.mkdir)):
+        old = tree.run.dir / name
+        make(old)
+        with user_error("logs/a was made by a version before 2026-11-28"):
+            again()
+        old.rename(tmp_path / name)
 
 
 def test_damaged_episodes_are_neither_counted_nor_imitated(tmp_path, quick_provenance):

@@ -745,25 +745,3 @@ def test_the_stand_in_grows_a_tree_survives_kill_9_and_goes_on(name, flags, mome
         for old, new in zip(known, after[path]):
             assert {key for key in old if old[key] != new[key]} <= {*learned}
     assert list(map(len, after.values())) == rows
-
-
-def test_a_damaged_record_is_refused_with_one_sentence(tmp_path):
-    t = run(nodes=2)
-    file = t.run.dir / EPISODES
-    text = file.read_text()
-    file.write_text(text.replace('"sampling_mode"', '"mode"'))
-    with user_error("episodes.jsonl cannot be used: "):
-        opened(nodes=3)
-    file.write_text(text.splitlines(keepends=True)[0])
-    with user_error("episodes.jsonl is damaged: it holds 1 nodes of 2"):
-        opened(nodes=3)
-    file.write_text(text)
-    (t.run.dir / "transcripts/000001.jsonl").unlink()
-    with user_error("transcripts/000001.jsonl is missing or damaged: it lacks 0.1"):
-        opened(nodes=3)
-    for make in (Path.touch, Path.mkdir):
-        old = t.run.dir / ("journal.jsonl" if make is Path.touch else "episodes")
-        make(old)
-        with user_error("logs/a was made by a version before 2026-11-28"):
-            opened(nodes=3)
-        old.rename(tmp_path / old.name)

@@ -56,11 +56,11 @@ TESTED_BY = {
         "grpo": "travel",
         "search": "faults_in_a_row",
     },
-    "flatlab/tree/nodes.py": {"tree": "", "search": ""},
+    "flatlab/tree/nodes.py": {"tree": "", "search": "", "damage": "of_a_search"},
     "flatlab/runs/store.py": {
         "runs": RUN,
         "grpo": "travel",
-        "search": "damaged_record",
+        "damage": "of_a_search",
         "viz": "track",
     },
 }
