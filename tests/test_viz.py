@@ -672,11 +672,6 @@ def test_a_run_that_is_not_finished_shows_its_last_steps(tmp_path):
     assert "Status: running" in text
 
 
-def test_why_no_node_is_valid(tmp_path):
-    run = search_run(tmp_path, [node(f"0.{number}", None) for number in range(2)])
-    assert said(run).startswith("No valid node. 2 of 2 nodes failed (value -1): 2 x KeyError; 0 f")
-
-
 def test_an_adapter_that_lost_half_of_its_valid_submissions_is_marked(tmp_path):
     run = trained(tmp_path / "a")
     assert "!" not in results.final_table(run.result)
