@@ -155,15 +155,10 @@ SLOW = [
 def test_a_fused_norm_is_that_of_the_family(name):
     """Log-probs and gradients, with weights that are not one."""
     import torch
-    import transformers
 
     from flatlab.model.packing import fuse_norms
 
-    config_class, fields = FAMILIES[name]
-    sizes = SIZES | {"vocab_size": 64, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
-    config = getattr(transformers, config_class)(**sizes | fields)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = untrained(name, vocab_size=64, eos_token_id=1, pad_token_id=0).eval()
     with torch.no_grad():
         for key, p in model.named_parameters():
             if "norm" in key:
@@ -181,25 +176,31 @@ def test_a_fused_norm_is_that_of_the_family(name):
     assert any("forward" in vars(m) for m in model.modules()) == (name in PLAIN_NORM)
 
 
+def untrained(name: str, **tokens):
+    """A model of the family. tokens: the fields of its config about the vocabulary."""
+    import torch
+    import transformers
+
+    config_class, fields = FAMILIES[name]
+    config = getattr(transformers, config_class)(bos_token_id=None, **tokens, **SIZES | fields)
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
 # ---------------------------------------------------------------------------- in a process
 
 
 def save(name: str, folder: str) -> None:
     """An untrained model of the family, with the tokenizer of the stand-in."""
-    import torch
-    import transformers
+    from transformers import AutoTokenizer
 
-    config_class, fields = FAMILIES[name]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
-    config = getattr(transformers, config_class)(
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    model = untrained(
+        name,
         vocab_size=json.loads((TINY / "config.json").read_text())["vocab_size"],
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-        **SIZES | fields,
     )
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
