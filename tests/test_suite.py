@@ -56,6 +56,11 @@ def make_root(root):
     return root
 
 
+def rows_of(text, number=0):
+    """The cells of each row of a table of a report."""
+    return [line.split() for line in text.split("\n\n")[number].splitlines()[1:]]
+
+
 def test_the_area_by_hand(tmp_path, monkeypatch):
     """On the ship, r is 1.25, 1 and 2 for x, y and the baseline, and 1.05 * 2 for x whose last
     score is below the baseline. On the other task it is 1, 1.05 * 2 (missing) and 2. So tau ends at
@@ -65,12 +70,12 @@ def test_the_area_by_hand(tmp_path, monkeypatch):
     monkeypatch.setenv("MLGYM_ROOT", str(make_root(tmp_path)))
     monkeypatch.chdir(tmp_path)
     text = report.suite_report(read_suite(f"{tmp_path}/suite.yaml"), [])
-    rows = [line.split() for line in text.split("\n\n")[0].splitlines()[1:]]
     h = 0.5 / 499
     x, y, baseline = (402 + 499) * h / 2, (499 + 177) * h / 2, 198 * h
     x_last = (177 + 499) * h / 2
     areas = {"x": (x, x_last), "y": (y, y), "baseline": (baseline, baseline)}
-    assert rows == [[name, f"{best:.3f}", f"{last:.3f}"] for name, (best, last) in areas.items()]
+    expected = [[name, f"{best:.3f}", f"{last:.3f}"] for name, (best, last) in areas.items()]
+    assert rows_of(text) == expected
     assert (tmp_path / "logs/profile.png").read_bytes()[1:4] == b"PNG"
 
 
@@ -81,8 +86,7 @@ def test_the_largest_area_is_first_also_beside_our_value(tmp_path, monkeypatch):
     run.config.update(suite="suite.yaml", max_turns=2, temperature=1.0)
     text = report.suite_report(read_suite(f"{tmp_path}/suite.yaml"), [run])
     assert "\na score says little: titanic: why\n" in text
-    names = [line.split()[0] for line in text.split("\n\n")[1].splitlines()[1:]]
-    assert names == ["y", "x", "baseline", str(run.dir)]
+    assert [row[0] for row in rows_of(text, 1)] == ["y", "x", "baseline", str(run.dir)]
 
 
 def test_two_models_of_a_suite_without_published_attempts_have_a_picture(tmp_path, capsys):
@@ -95,7 +99,7 @@ def test_two_models_of_a_suite_without_published_attempts_have_a_picture(tmp_pat
     text = report.suite_report(suite, runs)
     assert "no AUP: the suite builtin has no published attempts" in text
     assert f"wrote {tmp_path}/profile.png" in capsys.readouterr().out
-    scores = [line.split()[2:4] for line in text.split("\n\n")[0].splitlines()[1:]]
+    scores = [row[2:4] for row in rows_of(text)]
     assert scores == [["0.6500", "0.6500"], ["0.8000", "0.8000"]]  # one number of decimals
 
 
@@ -108,8 +112,8 @@ def test_all_published_areas_of_a_checkout(tmp_path, monkeypatch):
         name: (float(best), float(last)) for name, best, last in csv.reader(table.splitlines()[1:])
     }
     text = report.suite_report(read_suite("mlgym"), [])
-    rows = [line.split() for line in text.split("\n\n")[0].splitlines()[1:]]
-    assert {name: (float(best), float(last)) for name, best, last in rows} == published
+    found = {name: (float(best), float(last)) for name, best, last in rows_of(text)}
+    assert found == published
     assert len(published) == 13
 
 
