@@ -287,6 +287,13 @@ def python(*arguments, cwd=PROJECT, timeout=600, **options):
     )
 
 
+def output_of(*arguments, **options):
+    """The output of a `python ARGUMENTS` that succeeds. options: see python()."""
+    done = python(*arguments, **options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 def run_grader(task, folder, artefacts, split):
     """Output of a grader that runs in a folder, without the protection of a sandbox."""
     for path, source in task.grading_files(artefacts).items():

@@ -14,7 +14,7 @@ from bench import __main__ as bench
 from bench import gpu, real_agent
 from flatlab.files import read_mapping
 from flatlab.model import memory
-from helpers import PROJECT, python
+from helpers import PROJECT, output_of
 from policy import Policy
 from tools import check_prose, gpu_check, gpu_sums
 
@@ -91,8 +91,8 @@ def test_a_written_section_keeps_what_is_below_its_table(tmp_path, monkeypatch):
 def test_packages_in_a_folder_are_found_by_every_part():
     code = "from bench.measure import ENVIRONMENT; print(ENVIRONMENT['PYTHONPATH'])"
     paths = os.pathsep.join([f"{PROJECT}/tests", "/x"])
-    done = python("-c", code, env=os.environ | {"PYTHONPATH": paths})
-    assert done.stdout.strip().endswith(f"{os.pathsep}/x"), done.stderr
+    said = output_of("-c", code, env=os.environ | {"PYTHONPATH": paths})
+    assert said.strip().endswith(f"{os.pathsep}/x")
 
 
 def test_the_stream_of_an_engine_is_chosen_before_it_is_built(monkeypatch):

@@ -33,8 +33,8 @@ from helpers import (
     block,
     copy_of,
     do,
+    output_of,
     play_once,
-    python,
     slow,
     trained,
     turn,
@@ -894,7 +894,6 @@ exec(compile(text, path, "exec"), {{"__name__": "__main__", "__file__": path}})
 
 @pytest.mark.slow
 def test_minimal_trains_and_prints_a_line_for_each_step(tmp_path):
-    done = python("-c", SHORT, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-1500:]
-    steps = re.findall(r"^step +(\d+)  reward [+-]\d\.\d\d  loss", done.stdout, re.MULTILINE)
+    said = output_of("-c", SHORT, cwd=tmp_path)
+    steps = re.findall(r"^step +(\d+)  reward [+-]\d\.\d\d  loss", said, re.MULTILINE)
     assert steps == ["0", "1"]

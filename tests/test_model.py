@@ -33,6 +33,7 @@ from helpers import (
     TINY_TEXTS,
     FakePolicy,
     attempts_of,
+    output_of,
     play_once,
     python,
     user_error,
@@ -337,9 +338,8 @@ def test_a_pass_of_the_preset_for_24_gb_takes_several_episodes(monkeypatch):
 
 
 def test_the_sums_of_memory_are_printed():
-    done = python("tools/gpu_sums.py", "--total", "24")
-    assert done.returncode == 0, done.stderr
-    assert "grpo-24gb.yaml   runs: base weights 7.49, CUDA graphs" in done.stdout
+    said = output_of("tools/gpu_sums.py", "--total", "24")
+    assert "grpo-24gb.yaml   runs: base weights 7.49, CUDA graphs" in said
 
 
 def test_graphs_are_captured_up_to_max_batch():
@@ -351,7 +351,7 @@ def test_graphs_are_captured_up_to_max_batch():
 def test_the_peak_is_of_this_process_and_not_of_the_one_that_started_it():
     ballast = torch.ones(GIB // 16)  # 256 MiB
     code = "from flatlab.train.metrics import peak_bytes; print(peak_bytes())"
-    assert 2**20 < int(python("-c", code).stdout) < 4 * len(ballast) / 2
+    assert 2**20 < int(output_of("-c", code)) < 4 * len(ballast) / 2
     assert metrics.peak_bytes() > 4 * len(ballast)
 
 
@@ -366,8 +366,7 @@ def test_torch_gets_no_more_threads_than_cores_are_ours_and_they_sleep_while_the
         "from flatlab import threads; threads.configure(); import torch\n"
         "print(torch.get_num_threads(), os.environ['OMP_WAIT_POLICY'])"
     )
-    done = python("-c", code, env=environment)
-    assert done.stdout.split() == ["1", "PASSIVE"], done.stderr
+    assert output_of("-c", code, env=environment).split() == ["1", "PASSIVE"]
 
 
 def test_a_limit_holds_inside_and_ends_with_an_error():
@@ -439,8 +438,8 @@ def test_it_lists_strategies_when_a_search_asks(tiny_policy, mode, name):
 @pytest.mark.slow
 def test_demonstrations_are_scored_can_be_imitated_and_have_the_texts_of_an_episode(tmp_path):
     tool = PROJECT / "tools/demonstrations.py"
-    done = python(tool, "--episodes", 12, "--backend", LOCAL, cwd=tmp_path)
-    folder = tmp_path / done.stdout.strip()
+    said = output_of(tool, "--episodes", 12, "--backend", LOCAL, cwd=tmp_path)
+    folder = tmp_path / said.strip()
     episodes = attempts_of(folder, "0")
     assert len(episodes) == 12
     scores = [e["score"] for e in episodes if e["score"] is not None]
@@ -473,8 +472,7 @@ def test_the_check_of_a_gpu_runs_here(tmp_path):
     """In the precision of a GPU."""
     check = PROJECT / "tools/gpu_check.py"
     shutil.copytree(PROJECT / "configs/tiny", tmp_path / "model")
-    done = python(check, "--dtype", "bfloat16", "--model", "model", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
+    output_of(check, "--dtype", "bfloat16", "--model", "model", cwd=tmp_path)
     table = (tmp_path / "logs/gpu-check/table.md").read_text()
     assert "| failed |" not in table, table
     for part in ("parity", "budget", "update", "decode", "start", "start-twice"):

@@ -32,7 +32,7 @@ from flatlab.model.packing import (
 )
 from flatlab.model.path import STAND_IN, resolve_model
 from flatlab.train.batch import Meter, TrainSequence
-from helpers import PROJECT, TINY_TEXTS, make_model, python, user_error
+from helpers import PROJECT, TINY_TEXTS, make_model, output_of, python, user_error
 from policy import Agreement, Engine, Policy, Trainer, lora_settings
 from training import all_close, has_weights, pair, randomise, weights_of
 
@@ -205,8 +205,7 @@ asyncio.run(policy.verify())
 @pytest.mark.slow
 def test_verify_refuses_a_broken_sync_in_bf16(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(PROJECT / "tests"))
-    done = python("-c", BF16)
-    assert done.returncode == 0, done.stderr[-3000:]
+    output_of("-c", BF16)
 
 
 def test_a_sync_on_a_gpu_waits_before_and_after_the_copy(monkeypatch):
@@ -277,8 +276,7 @@ policy.sync()
 
 @pytest.mark.slow
 def test_search_and_evaluation_hold_no_second_model():
-    done = python("-c", ADAPTER_ONLY)
-    assert done.returncode == 0, done.stderr[-3000:]
+    output_of("-c", ADAPTER_ONLY)
 
 
 def test_verify_refuses_a_stale_prefix_cache(policy, monkeypatch):
@@ -701,9 +699,7 @@ assert agreement.largest < 1e-4, agreement
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++")
 def test_a_compiled_engine_agrees_with_the_trainer(tmp_path):
-    model = make_model(tmp_path / "model", num_hidden_layers=2)
-    done = python("-c", COMPILED, model)
-    assert done.returncode == 0, done.stderr[-3000:]
+    output_of("-c", COMPILED, make_model(tmp_path / "model", num_hidden_layers=2))
 
 
 def test_a_compiled_engine_is_of_one_rank(policy, monkeypatch):
