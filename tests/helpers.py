@@ -61,6 +61,14 @@ def user_error(sentence):
     return pytest.raises(UserError, match=sentence)
 
 
+@contextlib.contextmanager
+def within(seconds):
+    """The block does not take longer."""
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < seconds
+
+
 def do(world, text):
     """The step of an environment for one bash block."""
     return world.step(block(text))

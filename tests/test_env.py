@@ -39,6 +39,7 @@ from helpers import (
     trained,
     turn,
     user_error,
+    within,
 )
 from tasks import load_task
 
@@ -276,13 +277,12 @@ def test_hostile_replies_raise_nothing_else_and_take_no_time():
     for piece in ("a[", "<<E\n", '$("', "cat <<E\n```\nE\n", "<<E\n```\nE\n```\n```bash\n"):
         texts.append("```bash\n" + piece * 50_000)
     texts.append("```" + " " * 20_000 + "`")
-    start = time.monotonic()
-    for text in texts:
-        with suppress(ValueError):
-            first, *lines = extract_action(text).split("\n")
-            assert "```" in text[: text.index(first)], text
-            assert all(line in text for line in lines[:100]), text
-    assert time.monotonic() - start < 20
+    with within(20):
+        for text in texts:
+            with suppress(ValueError):
+                first, *lines = extract_action(text).split("\n")
+                assert "```" in text[: text.index(first)], text
+                assert all(line in text for line in lines[:100]), text
 
 
 # ------------------------------------------------------------------------------- a task of our own
@@ -772,10 +772,9 @@ def test_what_cannot_fit_is_never_sent(task):
 
 @pytest.mark.parametrize("command, wait", [("echo a > guess.txt; sleep 30", 0.0), ("ls", 30.0)])
 def test_time_limit(task, command, wait):
-    start = time.monotonic()
-    episode = play(task, FakePolicy(block(command), wait=wait), episode_minutes=1 / 60)
+    with within(8):
+        episode = play(task, FakePolicy(block(command), wait=wait), episode_minutes=1 / 60)
     assert episode.status == "time_limit"
-    assert time.monotonic() - start < 8
     assert episode.valid == (wait == 0.0)
 
 

@@ -15,7 +15,7 @@ import sysconfig
 import threading
 import time
 import zipfile
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,7 +42,7 @@ from flatlab.sandbox.docker import docker_api
 from flatlab.task import machine
 from flatlab.task.machine import resolve_backend
 from flatlab.tree.nodes import code_in
-from helpers import PROJECT, do, slow, user_error
+from helpers import PROJECT, do, slow, user_error, within
 from tasks import load_task
 
 
@@ -61,14 +61,6 @@ def isolated(request):
 
 def out(box, command, timeout=10):
     return box.run(command, timeout).output.strip()
-
-
-@contextmanager
-def within(seconds):
-    """The block does not take longer."""
-    start = time.monotonic()
-    yield
-    assert time.monotonic() - start < seconds
 
 
 def running(box, marker):

@@ -8,7 +8,6 @@ import math
 import random
 import re
 import tarfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ import pytest
 import search
 from flatlab.tree import requests, rules
 from flatlab.tree.nodes import Choice, Node, Tree, code_in
-from helpers import graded, search_config, user_error
+from helpers import graded, search_config, user_error, within
 from tasks import load_task
 
 TASK = replace(load_task("titanic", "", ""), baseline=0.0, reference=1.0)
@@ -512,16 +511,15 @@ def test_ten_thousand_hostile_replies():
     parts = """<response> <text> <probability> { } [ ] "a" , 0.1 5% 1/0 NaN - * ** ( ) p= ``` \0
         \ud800 é ١ <think> </think> :""".split()
     parts += ["Strategy: ", "Probability: ", '"text": ', "\n", "1. ", " ", "x" * 50]
-    start = time.monotonic()
-    for _ in range(10_000):
-        letters = map(chr, rng.choices(range(1, 0x500), k=40))
-        reply = "".join(rng.choices([*parts, *letters], k=rng.randrange(100)))
-        for idea, p in requests.parse(reply)[0]:
-            assert "\\" in reply or all(word in reply for word in re.findall(r"\w+", idea))
-            assert len(idea) <= 300
-            assert p is None or 0 <= p <= 1
     long = [part * 10**6 for part in ("<", "{", "9", "\n", "1. ", "p=", "Strategy: x\n")]
     deep = ('{"text": ', "Strategy: a" + " (" * 10**5, '{"a":' + "[" * 5000 + "}")
-    for reply in (*long, *(part * 100 for part in deep)):
-        requests.parse(reply)
-    assert time.monotonic() - start < 20
+    with within(20):
+        for _ in range(10_000):
+            letters = map(chr, rng.choices(range(1, 0x500), k=40))
+            reply = "".join(rng.choices([*parts, *letters], k=rng.randrange(100)))
+            for idea, p in requests.parse(reply)[0]:
+                assert "\\" in reply or all(word in reply for word in re.findall(r"\w+", idea))
+                assert len(idea) <= 300
+                assert p is None or 0 <= p <= 1
+        for reply in (*long, *(part * 100 for part in deep)):
+            requests.parse(reply)
