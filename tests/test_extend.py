@@ -29,15 +29,16 @@ assert rates == [0.2, 0.5, 0]
 assert "turns longest" in plots.PANELS["training"]
 said = SimpleNamespace(output="mean 1", stopped="", exit_code=0)
 box = SimpleNamespace(run=lambda command, timeout: said if command[-1] == "a.csv" else None)
+box.workspace = "/w"
 assert "play, act=act_or_describe" in inspect.getsource(grpo.train)
 tool = grpo.act_or_describe
 reply = "describe a.csv"
 assert tool(SimpleNamespace(sandbox=box), reply, 1) == (reply, "mean 1", "ok", None)
-bash = SimpleNamespace(task=SimpleNamespace(program=""))
-assert tool(bash, "no block", 1)[2] == "rejected"
+task = SimpleNamespace(program="", collect="")
+assert tool(SimpleNamespace(task=task, sandbox=box), "no block", 1)[2] == "rejected"
 texts = load_prompts("configs/prompts/agent.yaml")
 assert texts.path.resolve().is_relative_to(Path.cwd().resolve()), texts.path
-told = dict(workspace="/w", artefact="a.csv", program="", ends_at_score=False)
+told = dict(task=task, workspace="/w", artefact="a.csv", program="", ends_at_score=False)
 system = texts.fill("system", **told)
 assert system.endswith("\\nTry the simplest rule first.") and "describe data/train.csv" in system
 assert "epsilon_greedy" in search.SELECT
