@@ -53,6 +53,7 @@ class Config(options.RunOptions):
     attempts: Resumable[Count | None] = None  # episodes of each task, in place of --episodes
     episodes: Resumable[Count] = 64  # of all tasks together, which take turns
     concurrency: Resumable[Count] = 32  # episodes in flight at once
+    ends_at_score: bool = False  # the first valid score ends an episode, as it ends a search's node
     # OpenAI-compatible endpoint to sample from, as http://localhost:8000/v1; key: $OPENAI_API_KEY
     url: Resumable[str | None] = None
 
@@ -75,7 +76,8 @@ async def evaluate(policy, tasks: list, numbers: list[int], cfg: Config, run) ->
         seed = FIRST_SEED * (1 + cfg.seed) + number
         async with slots:
             for _ in range(2):
-                async with env.Env(task, cfg.sandbox, seed) as world:
+                world = env.Env(task, cfg.sandbox, seed, ends_at_score=cfg.ends_at_score)
+                async with world:
                     episode = await run_episode(world, policy, cfg.episode, score_test=True)
                 if episode.status != "fault":
                     break

@@ -295,6 +295,7 @@ class Config(options.RunOptions):
     # G: episodes per group, compared with each other
     group_size: Annotated[Count, Ge(2)] = 8
     reward: Literal[*REWARDS] = "continuous"  # function of the improvement over the baseline
+    ends_at_score: bool = False  # the first valid score ends an episode, as it ends a search's node
     # learning rate of AdamW
     lr: Positive | None = derived(lambda cfg, model: 1e-3 if model.stand_in else 2e-5)
     kl: Number = 0.05  # weight of the KL to the policy before the first step
@@ -356,7 +357,8 @@ async def play_groups(policy, plan: Plan, cfg: Config, job) -> list[Group]:
 
     async def one(task, number):
         seed = plan.seed * 100_003 + number
-        async with slots.slot(plan.order), env.Env(task, cfg.sandbox, seed) as world:
+        world = env.Env(task, cfg.sandbox, seed, ends_at_score=cfg.ends_at_score)
+        async with slots.slot(plan.order), world:
             episode = await run_episode(world, policy, cfg.episode, None, plan.test, job.play)
         plan.ended += 1
         if episode.status != "fault":

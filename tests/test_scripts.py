@@ -1,5 +1,6 @@
 """sft.py, evaluate.py and examples/ppo.py. What they share with grpo.py is tested there."""
 
+import asyncio
 import shutil
 import signal
 from dataclasses import replace
@@ -25,15 +26,16 @@ from flatlab.runs import start, store
 from flatlab.suites.attempts import read_suite
 from flatlab.suites.report import suite_report
 from flatlab.task.value import improvement
-from flatlab.train.batch import Group
+from flatlab.train.batch import Group, Plan
 from flatlab.train.job import TrainingRun
 from flatlab.view import plots
 from flatlab.view.reader import read_run
 from flatlab.view.results import ends
-from flatlab.world.episode import Episode, History, Segment
+from flatlab.world.episode import Episode, History, Segment, play
 from helpers import (
     MADE_BY,
     PROJECT,
+    RIGHT,
     FakePolicy,
     attempts_of,
     block,
@@ -334,6 +336,23 @@ def test_episodes_that_break_their_sandbox_stay_in_the_mean(here, monkeypatch, h
     assert result["value_mean"] == pytest.approx((best - 1) / 2)
     assert len(policy.samples) == 12  # nothing was played again
     assert "2 x broke its sandbox" in ends([read_run(Path("logs/a"))])
+
+
+SPOILED = [block(RIGHT), block("validate"), block("rm submission.csv"), block("submit")]
+
+
+@pytest.mark.parametrize("flag, end", [("", "submit"), ("--ends-at-score", "validated")])
+def test_a_valid_score_ends_an_episode_if_asked(here, monkeypatch, flag, end):
+    policy = FakePolicy(*SPOILED)
+    policy.close = lambda: None
+    monkeypatch.setattr(evaluate, "open_engine", lambda *_: policy)
+    here(f"--task titanic --name a --episodes 1 --max-reply-tokens 1000 {flag}")
+    [row] = read_run(Path("logs/a")).episodes
+    assert (row["status"], row["outcome"]) == (end, "valid" if flag else "failed")
+    cfg = changed(CFG, ends_at_score=bool(flag), max_turns=4, max_reply_tokens=1000)
+    job, plan = TrainingRun(play=play), Plan([TASK], 1, 1, 0)
+    [group] = asyncio.run(grpo.play_groups(FakePolicy(*SPOILED), plan, cfg, job))
+    assert [episode.status for episode in group.episodes] == [end]
 
 
 def test_three_faults_in_a_row_stop_the_evaluation(here, played):
