@@ -23,7 +23,7 @@ from flatlab.task import grading, machine
 from flatlab.task.definition import Task
 from flatlab.task.grading import Score
 from flatlab.world import blocks
-from flatlab.world.actions import fold_tracebacks
+from flatlab.world.actions import fold_tracebacks, fold_warnings
 from flatlab.world.episode import Episode, crashed, run_episode
 from helpers import (
     LOCAL,
@@ -413,6 +413,35 @@ Traceback (most recent call last):
 KeyError: 'a'
 
 The above exception was the direct cause"""
+
+
+TREE = """\
+/opt/lib/python3.11/site-packages/sklearn/tree.py:297: UserWarning: 9 classes.
+  check(y)
+"""
+FOREST = TREE.replace("tree.py", "forest.py")
+WARNED = (
+    f"$ python3 a.py\n{FOREST}{TREE}[3 repeated warnings left out]\n  said\na.py:1: UserWarning: 9"
+)
+
+
+def test_a_warning_of_a_package_is_read_once():
+    text = f"$ python3 a.py\n{FOREST}{TREE * 2}{FOREST}{TREE}  said\na.py:1: UserWarning: 9"
+    assert fold_warnings(text) == WARNED
+    assert fold_warnings(WARNED) == WARNED
+    assert fold_warnings(TREE + FOREST) == TREE + FOREST
+
+
+def test_warnings_of_packages_are_left_out_of_an_observation(world):
+    program = "import warnings\nfor i in range(3):\n    warnings.warn_explicit('x', UserWarning, "
+    program += "'/a/site-packages/b.py', i // 2, registry={})"
+    step = world.step(f"```python\n{program}\n```")
+    lines = step.observation.splitlines()
+    assert lines[1:3] == [
+        "/a/site-packages/b.py:0: UserWarning: x",
+        "[1 repeated warning left out]",
+    ]
+    assert lines[3] == "/a/site-packages/b.py:1: UserWarning: x"
 
 
 def test_frames_of_packages_are_left_out_of_a_traceback():

@@ -3,6 +3,8 @@
 `env` is an Env of env.py whose sandbox runs; `timeout` is in seconds.
 """
 
+import re
+
 from flatlab.numbers import counted
 from flatlab.sandbox.client import Result
 from flatlab.task.definition import Task
@@ -11,6 +13,7 @@ from flatlab.task.value import score_text, validation_text
 from flatlab.world.blocks import extract_action, is_program
 
 LIBRARIES = ("/site-packages/", "/dist-packages/", '.pyx", ', '.pxi", ')  # in a line of a frame
+WARNING = re.compile(r"/\S*/(site|dist)-packages/\S+:\d+: \w*Warning: ")  # begins a line
 KILLED = 137  # exit code of a process that got SIGKILL, from the kernel if memory is short
 
 
@@ -51,7 +54,7 @@ def act_command(env, action: str, timeout: float) -> tuple[str, str, str, Score 
 
 def run_text(env, result: Result, timeout: float) -> tuple[str, str]:
     """(what the agent sees after a command, status of the turn). timeout: seconds."""
-    output = fold_tracebacks(result.output.rstrip("\n")) or "(no output)"
+    output = fold_warnings(fold_tracebacks(result.output.rstrip("\n"))) or "(no output)"
     if result.stopped:
         note = f"[stopped at the time limit of {timeout:.0f} s, with all background processes]"
         if result.stopped == "idle":
@@ -90,6 +93,30 @@ def fold_tracebacks(output: str) -> str:
             lines[len(lines) - (folded > 1) :] = [
                 f"  [{counted(folded, 'library frame')} left out]"
             ]
+    return "\n".join(lines)
+
+
+def fold_warnings(output: str) -> str:
+    """The output with each warning of a Python package once, and the number of its repetitions: one
+    for each tree of a forest would leave no room for anything else.
+    """
+    lines = []
+    seen = set()
+    folded = 0
+    place = 0  # of the first one that was left out
+    is_repeated = False
+    for line in output.split("\n"):
+        is_source = is_repeated and line.startswith("  ")  # the line of code that warned
+        is_repeated = line in seen
+        if WARNING.match(line):
+            seen.add(line)
+        if is_repeated and not folded:
+            place = len(lines)
+        folded += is_repeated
+        if not is_repeated and not is_source:
+            lines.append(line)
+    if folded:
+        lines.insert(place, f"[{counted(folded, 'repeated warning')} left out]")
     return "\n".join(lines)
 
 
