@@ -60,7 +60,7 @@ def test_seeds_share_an_engine_and_equal_runs_alone(finished):
     def first_row(name):
         return rows(folder / "logs" / name / "metrics.jsonl")[0]
 
-    assert done(folder, "grpo.py", command).count("engine   is starting") == 1
+    assert done(folder, "grpo.py", command).count("engine   is ready") == 1
     alone, first, second = map(first_row, ("a", "s-0", "s-1"))
     assert alone["reward_mean"] == first["reward_mean"] != second["reward_mean"]
     assert alone.get("loss") == approx(first.get("loss"), abs=1e-6)
