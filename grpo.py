@@ -295,7 +295,6 @@ class Config(options.RunOptions):
     # G: episodes per group, compared with each other
     group_size: Annotated[Count, Ge(2)] = 8
     reward: Literal[*REWARDS] = "continuous"  # function of the improvement over the baseline
-    ends_at_score: bool = False  # the first valid score ends an episode, as it ends a search's node
     # learning rate of AdamW
     lr: Positive | None = derived(lambda cfg, model: 1e-3 if model.stand_in else 2e-5)
     kl: Number = 0.05  # weight of the KL to the policy before the first step
@@ -306,6 +305,7 @@ class Config(options.RunOptions):
     ahead: Whole = 0
     # episodes in flight at once in each process: 32 for each of the 1 + ahead steps
     concurrency: Resumable[Count | None] = derived(lambda cfg, model: 32 * (1 + cfg.ahead))
+    ends_at_score: bool = False  # the first valid score ends an episode, as it ends a search's node
 
     advantage: Literal[*ADVANTAGES] = "group"  # what an episode is compared with
     # runnable: a reply that could not be run gets no positive advantage; complete: no loss on
