@@ -126,12 +126,12 @@ def test_ctrl_c_in_a_phase_and_the_same_command_again(play, monkeypatch, recwarn
     owner, name, last = PHASES[phase]
     function, calls = getattr(owner, name), count()
 
-    def interrupted(*args):
+    def interrupted(*args, **options):
         if next(calls) == last:
             signal.raise_signal(signal.SIGINT)
             if threading.current_thread() is not threading.main_thread():
                 assert job.INTERRUPTED.wait(30)
-        return function(*args)
+        return function(*args, **options)
 
     options = {"episode": waiting_reply, "steps": 3, "ahead": 1, "eval_episodes": 2}
     monkeypatch.setattr(owner, name, interrupted)

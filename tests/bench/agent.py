@@ -312,7 +312,7 @@ def run_ours(model, rounds, turns, tokens, variant):
 
         sandbox = True
 
-        def __init__(self, task, _, seed):
+        def __init__(self, task, _, seed, ends_at_score):
             self.task, self.seed = task, seed
             self.left = list(work.waits[next(work.numbers) % len(work.waits)])
 
