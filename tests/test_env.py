@@ -225,6 +225,20 @@ def test_a_program_runs_in_the_workspace_wherever_the_agent_is(world):
         assert game.step(row.format(0)).score.value == 1.44
 
 
+@pytest.mark.parametrize(
+    "line", ["from strategy import row_strategy", "if 1:\n    import strategy as mine"]
+)
+def test_a_program_that_imports_the_artefact_does_not_replace_it(line):
+    with Env(load_task("battleOfSexes"), LOCAL) as game:
+        game.reset()
+        game.step("```python\ndef row_strategy(history): return 0\n```")
+        step = game.step(f"```python\n{line}\nprint('tried')\n```")
+        assert step.observation.startswith("$ python3 solve.py\ntried\nexact Score: 1.4400")
+        assert step.status == "validate"
+        step = game.step("```python\nimport strategy_of_mine\n```")
+        assert step.observation.startswith("$ python3 strategy.py\n")
+
+
 def test_a_program_does_not_end_a_task_that_collects_its_workspace(task):
     with Env(replace(task, collect="cat words/* > guess.txt"), LOCAL, ends_at_score=True) as world:
         world.reset()

@@ -284,6 +284,8 @@ def test_a_note_tells_what_is_left_and_the_best_score():
     turns = [turn | {"score": score, "stderr": 0.02} for score in scores]
     world = Env(replace(lower, artefacts=("data/",)), LOCAL)
     assert "so far: 0.2500" in prompts.note(OPTIONS, world, turns, 5, 1790)
+    late = prompts.note(OPTIONS, world, turns, 5, -90)  # its commands outlasted the time
+    assert "5 turns and less than a minute left" in late
 
 
 def test_a_note_tells_what_is_missing_and_what_was_said_before():

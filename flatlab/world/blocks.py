@@ -25,6 +25,7 @@ OPENING = re.compile(r"((?:[ \t]*(?:>|(?:[-*+]|\d{1,9}[.)])(?=[ \t])))*[ \t]*)(`
 NO_WIDTH = ("Cf", "Mn")
 SHELLS = ("bash", "sh", "shell")
 PYTHONS = ("python", "python3", "py")
+OTHER = "solve.py"  # a program that is not the artefact
 OPEN_HEREDOC = re.compile(
     r"^[^`\n]*warning: here-document at line \d+ delimited by end-of-file "
     r"\(wanted `([^\0]*?)'\)$",
@@ -100,9 +101,9 @@ class Block:
 def extract_action(reply: str, program: str) -> str:
     """The commands of the block: its text, or what writes and runs a block marked python.
 
-    program: path of the file that a Python program is written to. Raises ValueError, with a
-    sentence for the agent, if there is not exactly one block. One of Python before one of bash
-    does not count.
+    program: path of the file that a Python program is written to; one that imports it is written
+    to OTHER beside it. Raises ValueError, with a sentence for the agent, if there is not exactly
+    one block. One of Python before one of bash does not count.
     """
     text = without_thought(reply)
     blocks = find_blocks(text)
@@ -130,7 +131,13 @@ def extract_action(reply: str, program: str) -> str:
     word = re.sub("#.*", "", block.text).strip()
     if word in ("validate", "submit"):
         return word
-    return run_program(block, program) if block.language in PYTHONS else block.text
+    if block.language not in PYTHONS:
+        return block.text
+    folder, file = os.path.split(program)
+    module = re.escape(file.removesuffix(".py"))
+    if re.search(rf"^\s*(from|import)\s+{module}\b", block.text, re.MULTILINE):
+        program = f"{folder}/{OTHER}"
+    return run_program(block, program)
 
 
 def why_open(block: Block) -> str:
@@ -159,10 +166,9 @@ def run_program(block: Block, program: str) -> str:
     return f"(cd {folder} && {write} && {show} && {run})\n{block.text}\n{end}"
 
 
-def is_program(action: str, program: str) -> bool:
+def is_program(action: str) -> bool:
     """True for commands of run_program."""
-    folder, file = map(shlex.quote, os.path.split(program))
-    return action.startswith(f"(cd {folder} && cat > {file} <<'PROGRAM")
+    return bool(re.match(r"\(cd .+ && cat > .+ <<'PROGRAM", action))
 
 
 def find_blocks(text: str, shells: tuple = SHELLS) -> list[Block]:

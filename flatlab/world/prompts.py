@@ -199,7 +199,7 @@ def note(options, env, turns: list[dict], turns_left: int, seconds_left: float) 
         "note",
         task=env.task,
         turns_left=turns_left,
-        minutes_left=round(seconds_left / 60),
+        minutes_left=max(0, round(seconds_left / 60)),
         best=best(scored, key=lambda turn: turn["score"], default=None),
         missing=missing(env) if asks else [],
         repeated=repeated_line(turns),

@@ -2,7 +2,9 @@
 //     node serve_coder.mjs FOLDER MODEL PORT CONTEXT
 // FOLDER holds node_modules. There are two contexts of one thread and two sequences each: threads of
 // one context would wait for each other on cores that others use. A sequence keeps the tokens of its
-// last request, and a request takes a free one that shares its longest beginning.
+// last request, and a request takes a free one that shares its longest beginning. Unless a request
+// says otherwise, replies are sampled with the top-p and top-k that the publisher of the model gives;
+// without the penalty that node-llama-cpp has for repeated tokens, since programs repeat their names.
 import http from "node:http";
 import {createRequire} from "node:module";
 import {pathToFileURL} from "node:url";
@@ -57,8 +59,9 @@ async function answer(asked) {
     try {
         const completion = new LlamaCompletion({contextSequence: slot.sequence});
         const made = await completion.generateCompletionWithMeta(tokens, {
-            maxTokens: limit, temperature: asked.temperature ?? 1, topP: asked.top_p ?? 1,
-            seed: asked.seed, customStopTriggers: ["<|im_end|>"]});
+            maxTokens: limit, temperature: asked.temperature ?? 1, topP: asked.top_p ?? 0.8,
+            topK: asked.top_k ?? 20, repeatPenalty: false, seed: asked.seed,
+            customStopTriggers: ["<|im_end|>"]});
         completion.dispose({disposeSequence: false});
         const reply = model.tokenize(made.response);
         slot.held = [...tokens, ...reply];
