@@ -226,7 +226,12 @@ def test_a_program_runs_in_the_workspace_wherever_the_agent_is(world):
 
 
 @pytest.mark.parametrize(
-    "line", ["from strategy import row_strategy", "if 1:\n    import strategy as mine"]
+    "line",
+    [
+        "from strategy import row_strategy",
+        "import strategy",
+        "if 1:\n    import os, strategy as mine",
+    ],
 )
 def test_a_program_that_imports_the_artefact_does_not_replace_it(line):
     with Env(load_task("battleOfSexes"), LOCAL) as game:
@@ -235,8 +240,13 @@ def test_a_program_that_imports_the_artefact_does_not_replace_it(line):
         step = game.step(f"```python\n{line}\nprint('tried')\n```")
         assert step.observation.startswith("$ python3 solve.py\ntried\nexact Score: 1.4400")
         assert step.status == "validate"
-        step = game.step("```python\nimport strategy_of_mine\n```")
-        assert step.observation.startswith("$ python3 strategy.py\n")
+        for other in (
+            "import strategy_of_mine",
+            "from os import strategy",
+            "import os  # strategy",
+        ):
+            step = game.step(f"```python\n{other}\n```")
+            assert step.observation.startswith("$ python3 strategy.py\n")
 
 
 def test_a_program_does_not_end_a_task_that_collects_its_workspace(task):

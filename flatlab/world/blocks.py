@@ -135,7 +135,7 @@ def extract_action(reply: str, program: str) -> str:
         return block.text
     folder, file = os.path.split(program)
     module = re.escape(file.removesuffix(".py"))
-    if re.search(rf"^\s*(from|import)\s+{module}\b", block.text, re.MULTILINE):
+    if re.search(rf"^\s*(from\s+|import\s[^#\n]*\b){module}\b", block.text, re.MULTILINE):
         program = f"{folder}/{OTHER}"
     return run_program(block, program)
 
