@@ -160,7 +160,7 @@ REJECTED = [
 ]
 
 
-extract_action = partial(blocks.extract_action, program="/w/solve.py")
+extract_action = partial(blocks.extract_action, folder="/w", artefact="")
 
 
 @pytest.mark.parametrize("reply, action", ACCEPTED)

@@ -10,7 +10,7 @@ from flatlab.sandbox.client import Result
 from flatlab.task.definition import Task
 from flatlab.task.grading import Score
 from flatlab.task.value import score_text, validation_text
-from flatlab.world.blocks import OTHER, extract_action, is_program
+from flatlab.world.blocks import extract_action, is_program
 
 LIBRARIES = ("/site-packages/", "/dist-packages/", '.pyx", ', '.pxi", ')  # in a line of a frame
 WARNING = re.compile(r"/\S*/(site|dist)-packages/\S+:\d+: \w*Warning: ")  # begins a line
@@ -23,13 +23,13 @@ def act_bash(env, reply: str, timeout: float) -> tuple[str | None, str, str, Sco
     A whole program runs in the workspace. If it ends without an error, what it wrote is graded at
     once, but not if the task collects the whole workspace. timeout: seconds.
     """
-    program = f"{env.sandbox.workspace}/{env.task.program or OTHER}"
+    where = env.sandbox.workspace, env.task.program
     try:
-        action = extract_action(reply, program)
+        action = extract_action(reply, *where)
     except ValueError as problem:
         return None, f"Nothing was run. {problem}", "rejected", None
     action, observation, status, score = act_command(env, action, timeout)
-    if status == "ok" and is_program(action) and not env.task.collect:
+    if status == "ok" and is_program(action, *where) and not env.task.collect:
         score = env.score()
         observation += f"\n{score_sentence(score, env.task)}"
         status = "validate" if score.valid else "ok"

@@ -6,7 +6,6 @@ reports no open here-document, so a here-document may hold fences, as a README d
 """
 
 import functools
-import os
 import re
 import shlex
 import shutil
@@ -98,12 +97,12 @@ class Block:
         self.lines.append(rest)
 
 
-def extract_action(reply: str, program: str) -> str:
+def extract_action(reply: str, folder: str, artefact: str) -> str:
     """The commands of the block: its text, or what writes and runs a block marked python.
 
-    program: path of the file that a Python program is written to; one that imports it is written
-    to OTHER beside it. Raises ValueError, with a sentence for the agent, if there is not exactly
-    one block. One of Python before one of bash does not count.
+    A Python program is written to a file of the folder: artefact, the name of the artefact if it
+    is one ("" if not), or OTHER if it imports that. Raises ValueError, with a sentence for the
+    agent, if there is not exactly one block. One of Python before one of bash does not count.
     """
     text = without_thought(reply)
     blocks = find_blocks(text)
@@ -133,11 +132,10 @@ def extract_action(reply: str, program: str) -> str:
         return word
     if block.language not in PYTHONS:
         return block.text
-    folder, file = os.path.split(program)
-    module = re.escape(file.removesuffix(".py"))
-    if re.search(rf"^\s*(from\s+|import\s[^#\n]*\b){module}\b", block.text, re.MULTILINE):
-        program = f"{folder}/{OTHER}"
-    return run_program(block, program)
+    module = re.escape(artefact.removesuffix(".py"))
+    imports = rf"^\s*(from\s+|import\s[^#\n]*\b){module}\b"
+    is_artefact = artefact and not re.search(imports, block.text, re.MULTILINE)
+    return run_program(block, folder, artefact if is_artefact else OTHER)
 
 
 def why_open(block: Block) -> str:
@@ -152,23 +150,27 @@ def why_open(block: Block) -> str:
     return why
 
 
-def run_program(block: Block, program: str) -> str:
-    """Commands that write the block to a file and run it in its folder, after a line that shows
-    how. They leave the working directory as it is.
+def write_program(folder: str, file: str, end: str = "PROGRAM") -> str:
+    """Beginning of the commands of run_program. end: the word that ends the program."""
+    return f"(cd {shlex.quote(folder)} && cat > {shlex.quote(file)} <<'{end}"
+
+
+def run_program(block: Block, folder: str, file: str) -> str:
+    """Commands that write the block to a file of the folder and run it there, after a line that
+    shows how. They leave the working directory as it is.
     """
     end = "PROGRAM"
     while end in block.lines:
         end += "_"
-    folder, file = map(shlex.quote, os.path.split(program))
-    run = f"python3 {file}"
-    write = f"cat > {file} <<'{end}'"
+    write = write_program(folder, file, end)
+    run = f"python3 {shlex.quote(file)}"
     show = f"echo {shlex.quote('$ ' + run)}"
-    return f"(cd {folder} && {write} && {show} && {run})\n{block.text}\n{end}"
+    return f"{write}' && {show} && {run})\n{block.text}\n{end}"
 
 
-def is_program(action: str) -> bool:
+def is_program(action: str, folder: str, artefact: str) -> bool:
     """True for commands of run_program."""
-    return bool(re.match(r"\(cd .+ && cat > .+ <<'PROGRAM", action))
+    return action.startswith(tuple(write_program(folder, file) for file in (artefact, OTHER)))
 
 
 def find_blocks(text: str, shells: tuple = SHELLS) -> list[Block]:
