@@ -38,6 +38,7 @@ from tasks import load_task
 TITANIC = load_task("titanic", "", "")
 FULL = {"prompts": AGENT_TEXTS, "max_turns": 3}
 OPTIONS = EpisodeOptions(128, "keep", 5, 128, 20.0, AGENT_TEXTS)
+FAILS = "```python\nopen('no.csv')\n```"
 NOBODY = block("sed 's/,.*/,0/; 1s/.*/id,survived/' data/test.csv > submission.csv")
 # texts that the stand-in was trained on, but for the last line about battleOfSexes
 RECORDED = json.loads((PROJECT / "tests/recorded_texts.json").read_text())
@@ -142,7 +143,7 @@ def test_no_request_shows_more_of_a_score_than_validate():
         requests.ask(asked, task, None, [node], **wanted),
         requests.situation(asked, task, node_of("0.0.0"), [node], 600),
         requests.situation(asked, task, node_of("0.0.0"), [node, node], 600),
-        prompts.note(OPTIONS, world, [turn | {"score": 0.45678}], 5, 1790),
+        prompts.note(OPTIONS, world, [turn | {"score": 0.45678}], 5, 1790)[0],
     ):
         assert "0.46" in text and "0.45" not in text
 
@@ -283,24 +284,21 @@ def test_a_note_tells_what_is_left_and_the_best_score():
     turn = {"action": "", "reply": "", "observation": "", "status": "ok"}
     turns = [turn | {"score": score, "stderr": 0.02} for score in scores]
     world = Env(replace(lower, artefacts=("data/",)), LOCAL)
-    assert "so far: 0.2500" in prompts.note(OPTIONS, world, turns, 5, 1790)
-    late = prompts.note(OPTIONS, world, turns, 5, -90)  # its commands outlasted the time
+    assert "so far: 0.2500" in prompts.note(OPTIONS, world, turns, 5, 1790)[0]
+    late, _ = prompts.note(OPTIONS, world, turns, 5, -90)  # its commands outlasted the time
     assert "5 turns and less than a minute left" in late
 
 
 def test_a_note_tells_what_is_missing_and_what_was_said_before():
-    fails = "```python\nopen('no.csv')\n```"
     asks = "What is asked?"
-    policy = FakePolicy(
-        fails, asks, f"I try again.\n{fails}", asks, NOBODY, block("rm -r *; false")
-    )
+    lists = block("ls; ls no.csv")
+    policy = FakePolicy(FAILS, asks, lists, lists, NOBODY, block("rm -r *; false"))
     episode = episode_of(policy, max_turns=7)
     first, second, third, fourth, fifth, sixth, *_ = [turn["note"] for turn in episode.turns]
     assert "submission.csv is not there yet. Send the whole program" in first
     assert "submission.csv is not there yet. Reply with one block" in second
-    assert "earlier" not in first + second + fifth + sixth
-    assert "earlier reply, and they end as before (FileNotFoundError: " in third
-    assert "(Nothing was run. There is no ```bash block in the reply.): change" in fourth
+    assert "earlier" not in first + second + third + fifth + sixth
+    assert "earlier reply, and they end as before (ls: cannot access 'no.csv'" in fourth
     assert "No valid score so far: a block" in fifth
     assert "submission.csv is not there yet.]" in sixth
     for task in (replace(TITANIC, artefacts=("out/", "*.txt")), replace(TITANIC, collect="true")):
@@ -319,6 +317,54 @@ def test_commands_that_end_in_another_way_than_before_are_not_called_repeated():
     said = {number: note[:80] for number, note in enumerate(notes) if "earlier" in note}
     begin = "[These are the commands of an earlier reply, and they end as before "
     assert said == {5: f"{begin}(4): change "[:80], 7: f"{begin}(ZeroDivisionError"[:80]}
+
+
+@pytest.mark.parametrize("thoughts", ["keep", "drop"])
+@pytest.mark.parametrize(
+    "said, line", [(FAILS, "FileNotFoundError: "), ("No block.", "Nothing was")]
+)
+def test_a_program_that_ends_as_before_leaves_the_history(said, line, thoughts):
+    """With all replies before it. What the model read and wrote is still what is trained, and what
+    an imitation makes of the transcript.
+    """
+    policy = Scripted(block("ls"), said, f"Once more.\n{said}", NOBODY, block("validate"))
+    if line.startswith("Nothing"):
+        policy = Scripted(block("ls"), said, said, NOBODY, block("validate"))
+    episode = episode_of(policy, max_turns=5, thoughts=thoughts)
+    assert [turn["restarts"] for turn in episode.turns] == [False, False, True, False, False]
+    read = policy.tokenizer.decode(policy.requests[3])
+    word = "program" if said == FAILS else "reply"
+    begin = f"{episode.prompt}\n\nYou have sent the same {word} twice, and it ended both times with"
+    assert f"{begin}: {line}" in read
+    assert "It is not shown again. Send a different one.\n[2 turns and 30 minutes left. " in read
+    assert "submission.csv is not there yet.]" in read
+    assert "earlier reply" not in read and said not in read and block("ls") not in read
+    after = policy.tokenizer.decode(policy.requests[4])
+    assert NOBODY in after and after.startswith(read)
+    assert [segment.mask.count(1) for segment in episode.segments] == [
+        sum(turn["reply_tokens"] for turn in turns)
+        for turns in (episode.turns[:3], episode.turns[3:])
+    ]
+    options = replace(OPTIONS, max_observation_tokens=512, thoughts=thoughts)
+    sequences = sft.sequences_from(episode.transcript(), policy, sft.Config(episode=options))
+    assert [s.tokens for s in sequences] == [s.tokens for s in episode.segments]
+    assert [s.mask for s in sequences] == [s.mask for s in episode.segments]
+
+
+def test_commands_that_are_no_program_and_programs_that_end_otherwise_stay_in_the_history():
+    waits = block("sleep 0.01; echo loss 2")  # for a job in the background, say
+    counts = "```python\nopen('n', 'a').write('n')\nprint(open('n').read())\n```"
+    policy = FakePolicy(waits, waits, counts, counts, block("ls"))
+    episode = episode_of(policy, max_turns=5)
+    assert not any(turn["restarts"] for turn in episode.turns)
+    read = policy.prompts[-1]
+    assert read.count("loss 2") == 5 and read.count("open('n', 'a')") == 2
+
+
+def test_the_stand_in_keeps_a_program_that_it_repeats():
+    episode = episode_of(FakePolicy(FAILS), prompts=TINY_TEXTS, max_turns=4)
+    assert [turn["restarts"] for turn in episode.turns] == [False] * 4
+    assert len(episode.segments) == 1
 
 
 # ------------------------------------------------------------------ lengths

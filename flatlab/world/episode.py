@@ -227,13 +227,22 @@ class History:
         self.policy = policy
         self.limit = options.max_observation_tokens
         self.drops_thoughts = options.thoughts == "drop"
+        self.first = prompt
         self.messages = [{"role": "system", "content": system}] if system else []
         self.messages.append({"role": "user", "content": prompt})
         self.prompt = policy.render(self.messages)
         self.turns = []  # [sample, observation, its tokens]
 
-    def add(self, sample: Sample, observation: str, note: str = "") -> None:
-        """Adds a reply and what follows it. A long observation keeps head and tail."""
+    def add(self, sample: Sample, observation: str, note="", restarts=False) -> None:
+        """Adds a reply and what follows it. A long observation keeps head and tail.
+
+        restarts: the next reply follows the first messages and the note, and nothing else.
+        """
+        if restarts:
+            self.messages[-1]["content"] = f"{self.first}\n\n{note}"
+            self.prompt = self.policy.render(self.messages)
+            self.turns = []
+            return
         text = "\n".join(filter(None, [self.cap(observation), note]))
         after = self.policy.observation_tokens(text, sample.stop_reason == "stop")
         self.turns.append([sample, text, after])
@@ -356,10 +365,10 @@ async def play(
             turns_left = options.max_turns - number - 1
             if turns_left:
                 left = deadline - time.monotonic()
-                turn["note"] = await in_thread(
+                turn["note"], turn["restarts"] = await in_thread(
                     prompts.note, options, env, episode.turns, turns_left, left
                 )
-            history.add(sample, step.observation, turn["note"])
+            history.add(sample, step.observation, turn["note"], turn["restarts"])
         return "turn_limit"
     except OverflowError:
         return "context_limit"
@@ -380,6 +389,7 @@ def turn_record(sample: Sample, step) -> dict:
     return {
         "reply": sample.text,
         "note": "",  # text after the observation
+        "restarts": False,  # the next reply follows the first messages and the note only
         "stop_reason": sample.stop_reason,
         "version": sample.version,
         "reply_tokens": sample.reply_tokens,

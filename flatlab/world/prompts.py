@@ -16,6 +16,7 @@ from flatlab.numbers import counted
 from flatlab.task.definition import Task
 from flatlab.task.machine import software_of
 from flatlab.task.value import score_text, validation_text
+from flatlab.world.blocks import is_program
 
 AGENT = "configs/prompts/agent.yaml"
 LISTED_FILES = 60  # files that the first message names
@@ -38,7 +39,8 @@ FACTS = {
     "first_message": "task workspace artefact program ends_at_score has_network files more_files "
     "limits",
     "limits": f"task {MACHINE}",
-    "note": "task turns_left minutes_left best missing repeated turn",
+    "note": "task turns_left minutes_left best missing repeated restarts turn",
+    "restart": "repeated turn",
     "about": "task files limits nodes_left nodes",
     "strategies": "task about summary parent tried mode k tau",
     "more": "k",
@@ -185,8 +187,9 @@ def first_messages(env, options, facts: dict, policy=None) -> tuple[str, str]:
     )
 
 
-def note(options, env, turns: list[dict], turns_left: int, seconds_left: float) -> str:
-    """The last line of an observation, or "". turns: the transcript so far.
+def note(options, env, turns: list[dict], turns_left: int, seconds_left: float) -> tuple[str, bool]:
+    """(text after the observation, or ""; True if the next reply follows the first messages and
+    this text only, see restart_text). turns: the transcript so far.
 
     The time is rounded to minutes, so episodes of equal actions read the same texts unless one of
     them is slower by about a minute. Waits for the sandbox.
@@ -195,7 +198,8 @@ def note(options, env, turns: list[dict], turns_left: int, seconds_left: float) 
     best = max if env.task.higher_is_better else min
     texts = load_prompts(options.prompts)
     asks = "missing" in texts.uses["note"]  # which takes a call to the sandbox
-    return texts.fill(
+    restart = restart_text(texts, env, turns)
+    text = texts.fill(
         "note",
         task=env.task,
         turns_left=turns_left,
@@ -203,8 +207,23 @@ def note(options, env, turns: list[dict], turns_left: int, seconds_left: float) 
         best=best(scored, key=lambda turn: turn["score"], default=None),
         missing=missing(env) if asks else [],
         repeated=repeated_line(turns),
+        restarts=bool(restart),
         turn=turns[-1],
     )
+    return "\n".join(filter(None, [restart, text])), bool(restart)
+
+
+def restart_text(texts: Prompts, env, turns: list[dict]) -> str:
+    """What the first message ends with in place of all replies so far, if the last one sent a whole
+    program again, or a reply that could not be run, and the agent read the same; else "".
+    """
+    *earlier, end = [(turn["action"] or turn["reply"], turn["observation"]) for turn in turns]
+    if end not in earlier:
+        return ""
+    turn = turns[-1]
+    if turn["action"] and not is_program(turn["action"], env.sandbox.workspace, env.task.program):
+        return ""
+    return texts.fill("restart", repeated=last_line(turn), turn=turn)
 
 
 def missing(env) -> list[str]:
