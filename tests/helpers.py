@@ -510,7 +510,8 @@ def step_row(step, **more):
 def turn(reply="hello", observation="seen hello", status="ok", score=None, **more):
     """A turn of a transcript."""
     texts = {"reply": reply, "action": None, "observation": observation, "status": status}
-    texts |= {"note": "", "score": score, "stop_reason": "stop", "seconds_env": 0.25, "version": 0}
+    texts |= {"note": "", "restarts": False, "score": score, "stop_reason": "stop"}
+    texts |= {"seconds_env": 0.25, "version": 0}
     return texts | more
 
 

@@ -351,12 +351,15 @@ def test_a_program_that_ends_as_before_leaves_the_history(said, line, thoughts):
     assert [s.mask for s in sequences] == [s.mask for s in episode.segments]
 
 
-def test_commands_that_are_no_program_and_programs_that_end_otherwise_stay_in_the_history():
+def test_a_program_with_a_score_and_commands_and_what_ends_otherwise_stay_in_the_history():
     waits = block("sleep 0.01; echo loss 2")  # for a job in the background, say
     counts = "```python\nopen('n', 'a').write('n')\nprint(open('n').read())\n```"
-    policy = FakePolicy(waits, waits, counts, counts, block("ls"))
-    episode = episode_of(policy, max_turns=5)
+    made = "pd.read_csv('data/test.csv')[['id']].assign(survived=0)"
+    scores = f"```python\nimport pandas as pd\n{made}.to_csv('submission.csv', index=False)\n```"
+    policy = FakePolicy(waits, waits, counts, counts, scores, scores, block("ls"))
+    episode = episode_of(policy, max_turns=7)
     assert not any(turn["restarts"] for turn in episode.turns)
+    assert [turn["status"] for turn in episode.turns[4:6]] == ["validate"] * 2
     read = policy.prompts[-1]
     assert read.count("loss 2") == 5 and read.count("open('n', 'a')") == 2
 

@@ -514,6 +514,10 @@ def test_the_recipe_of_the_docs_makes_conversations_of_episodes():
     contents = [message["content"] for message in made["messages"]]
     read = "seen hello\n2 turns left"
     assert contents == ["Be brief.", "Predict who survived.", "good", read, "good"]
+    played.turns[0]["restarts"] = True
+    made = names["conversation"](played.transcript())
+    contents = [message["content"] for message in made["messages"]]
+    assert contents == ["Be brief.", "Predict who survived.\n\n2 turns left", "good"]
 
 
 # ------------------------------------------------------------------ trackers

@@ -214,13 +214,14 @@ def note(options, env, turns: list[dict], turns_left: int, seconds_left: float) 
 
 
 def restart_text(texts: Prompts, env, turns: list[dict]) -> str:
-    """What the first message ends with in place of all replies so far, if the last one sent a whole
-    program again, or a reply that could not be run, and the agent read the same; else "".
+    """Text that ends the first message in place of all replies so far, if the last one sent a whole
+    program again, or a reply that could not be run, and the agent read the same; else "". A program
+    with a valid score stays: another one might overwrite what it handed in.
     """
     *earlier, end = [(turn["action"] or turn["reply"], turn["observation"]) for turn in turns]
-    if end not in earlier:
-        return ""
     turn = turns[-1]
+    if end not in earlier or turn["status"] == "validate":
+        return ""
     if turn["action"] and not is_program(turn["action"], env.sandbox.workspace, env.task.program):
         return ""
     return texts.fill("restart", repeated=last_line(turn), turn=turn)
