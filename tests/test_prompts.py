@@ -351,13 +351,13 @@ def test_a_program_that_ends_as_before_leaves_the_history(said, line, thoughts):
     assert [s.mask for s in sequences] == [s.mask for s in episode.segments]
 
 
-def test_a_program_with_a_score_and_commands_and_what_ends_otherwise_stay_in_the_history():
+def test_commands_and_what_ends_otherwise_and_all_after_a_score_stay_in_the_history():
     waits = block("sleep 0.01; echo loss 2")  # for a job in the background, say
     counts = "```python\nopen('n', 'a').write('n')\nprint(open('n').read())\n```"
     made = "pd.read_csv('data/test.csv')[['id']].assign(survived=0)"
     scores = f"```python\nimport pandas as pd\n{made}.to_csv('submission.csv', index=False)\n```"
-    policy = FakePolicy(waits, waits, counts, counts, scores, scores, block("ls"))
-    episode = episode_of(policy, max_turns=7)
+    policy = FakePolicy(waits, waits, counts, counts, scores, scores, FAILS, FAILS, block("ls"))
+    episode = episode_of(policy, max_turns=9)
     assert not any(turn["restarts"] for turn in episode.turns)
     assert [turn["status"] for turn in episode.turns[4:6]] == ["validate"] * 2
     read = policy.prompts[-1]

@@ -215,13 +215,13 @@ def note(options, env, turns: list[dict], turns_left: int, seconds_left: float) 
 
 def restart_text(texts: Prompts, env, turns: list[dict]) -> str:
     """Text that ends the first message in place of all replies so far, if the last one sent a whole
-    program again, or a reply that could not be run, and the agent read the same; else "". A program
-    with a valid score stays: another one might overwrite what it handed in.
+    program again, or a reply that could not be run, and the agent read the same; else "". After a
+    valid score they stay: a new beginning might overwrite what was handed in.
     """
     *earlier, end = [(turn["action"] or turn["reply"], turn["observation"]) for turn in turns]
-    turn = turns[-1]
-    if end not in earlier or turn["status"] == "validate":
+    if end not in earlier or any(turn["score"] is not None for turn in turns):
         return ""
+    turn = turns[-1]
     if turn["action"] and not is_program(turn["action"], env.sandbox.workspace, env.task.program):
         return ""
     return texts.fill("restart", repeated=last_line(turn), turn=turn)
