@@ -22,7 +22,7 @@ from flatlab.task import machine
 from flatlab.tree import requests
 from flatlab.tree.nodes import Node
 from flatlab.world import prompts
-from flatlab.world.episode import History
+from flatlab.world.episode import Episode, History, begin_episode, play
 from helpers import (
     AGENT_TEXTS,
     LOCAL,
@@ -362,6 +362,21 @@ def test_commands_and_what_ends_otherwise_and_all_after_a_score_stay_in_the_hist
     assert [turn["status"] for turn in episode.turns[4:6]] == ["validate"] * 2
     read = policy.prompts[-1]
     assert read.count("loss 2") == 5 and read.count("open('n', 'a')") == 2
+
+
+def test_a_tool_of_a_copy_may_be_used_again():
+    """Also one that names no action."""
+
+    def act(world, reply, timeout):
+        return None, "the same", "ok", None
+
+    episode = Episode("titanic", 0)
+    with Env(TITANIC, LOCAL) as world:
+        policy = FakePolicy("look")
+        options = replace(OPTIONS, max_turns=3)
+        history = asyncio.run(begin_episode(world, policy, episode, options))
+        asyncio.run(play(world, policy, episode, options, history, act))
+    assert [turn["restarts"] for turn in episode.turns] == [False] * 3
 
 
 def test_the_stand_in_keeps_a_program_that_it_repeats():

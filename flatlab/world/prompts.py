@@ -222,7 +222,8 @@ def restart_text(texts: Prompts, env, turns: list[dict]) -> str:
     if end not in earlier or any(turn["score"] is not None for turn in turns):
         return ""
     turn = turns[-1]
-    if turn["action"] and not is_program(turn["action"], env.sandbox.workspace, env.task.program):
+    where = env.sandbox.workspace, env.task.program
+    if turn["status"] != "rejected" and not is_program(turn["action"] or "", *where):
         return ""
     return texts.fill("restart", repeated=last_line(turn), turn=turn)
 
