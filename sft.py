@@ -115,7 +115,7 @@ def sequences_from(transcript: dict, policy, cfg: Config) -> list[TrainSequence]
         except OverflowError:
             break
         sample = Sample(tokens, [0.0] * len(tokens), turn["reply"], turn["stop_reason"], 0)
-        history.add(sample, turn["observation"], turn.get("note", ""), turn.get("restarts"))
+        history.add(sample, turn["observation"], turn.get("note", ""), turn.get("restarts", False))
         episode.add(before, sample, turn)
         wanted.append(float(has_ended and turn["status"] not in ("rejected", "timeout")))
     return sequences_of(episode, wanted)

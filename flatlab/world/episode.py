@@ -233,7 +233,7 @@ class History:
         self.prompt = policy.render(self.messages)
         self.turns = []  # [sample, observation, its tokens]
 
-    def add(self, sample: Sample, observation: str, note="", restarts=False) -> None:
+    def add(self, sample: Sample, observation: str, note: str = "", restarts: bool = False) -> None:
         """Adds a reply and what follows it. A long observation keeps head and tail.
 
         restarts: the next reply follows the first messages and the note, and nothing else.

@@ -5,6 +5,8 @@ Arguments: `env` is an Env whose sandbox runs, `options` are EpisodeOptions.
 """
 
 import functools
+from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 
 import jinja2
@@ -218,10 +220,11 @@ def restart_text(texts: Prompts, env, turns: list[dict]) -> str:
     program again, or a reply that could not be run, and the agent read the same; else "". After a
     valid score they stay: a new beginning might overwrite what was handed in.
     """
-    *earlier, end = [(turn["action"] or turn["reply"], turn["observation"]) for turn in turns]
-    if end not in earlier or any(turn["score"] is not None for turn in turns):
-        return ""
     turn = turns[-1]
+    if not is_repeated(turns, itemgetter("observation")):
+        return ""
+    if any(turn["score"] is not None for turn in turns):
+        return ""
     where = env.sandbox.workspace, env.task.program
     if turn["status"] != "rejected" and not is_program(turn["action"] or "", *where):
         return ""
@@ -239,8 +242,15 @@ def repeated_line(turns: list[dict]) -> str:
     """The last line that the last commands led to, if an earlier reply had the same commands and
     they led to it, too; else "".
     """
-    *earlier, end = [(turn["action"] or turn["reply"], last_line(turn)) for turn in turns]
-    return end[1] if end in earlier else ""
+    return last_line(turns[-1]) if is_repeated(turns, last_line) else ""
+
+
+def is_repeated(turns: list[dict], end_of: Callable) -> bool:
+    """True if an earlier turn has the commands of the last one, or its reply if nothing was run,
+    and an equal end_of(turn).
+    """
+    *earlier, last = [(turn["action"] or turn["reply"], end_of(turn)) for turn in turns]
+    return last in earlier
 
 
 def last_line(turn: dict) -> str:
