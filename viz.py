@@ -105,7 +105,8 @@ def list_text(run: RunData, step: int | None = None) -> str:
         listed = plots.depth_first(listed)
     if not listed:
         wanted = "" if step is None else f" of step {step}"
-        names = ", ".join(dict.fromkeys(row["when"] for row in run.episodes)) or "none"
+        steps = dict.fromkeys(row["step"] for row in run.episodes if row["step"] is not None)
+        names = ", ".join(map(str, steps)) or "none"
         raise UserError(f"{run.dir} has no transcripts{wanted}; it has {names[:200]}.")
     groups = sections(run, listed)
     if run.kind == "search" and step is None:

@@ -63,7 +63,7 @@ async def learn(trees: list[Tree], policy, cfg: Config) -> None:
     await policy.verify()
     for t in trees:
         await search.prepare_tree(t, policy)
-        policy.reset(cfg.seed)
+        policy.reset(t.cfg.seed)
         if policy.path.adapter:  # the row's kl is against it; the loss has no KL term
             policy.set_reference(policy.path.adapter)
         await grow(t, slots)

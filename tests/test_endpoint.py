@@ -55,6 +55,9 @@ def test_text_comes_back_and_is_counted():
     assert model.messages(tokens + model.observation_tokens("ok", ended=True)) == messages
     assert len(model.encode("x" * 300)) == 100
     assert model.encode("user") != ["user"]  # text is never a turn
+    empty = [{"role": "assistant", "content": text} for text in ("", " \n")]  # some refuse it
+    said = model.messages([*model.render(empty)])
+    assert [message["content"] for message in said] == ["(no text)"] * 2
 
 
 def test_a_good_answer(server, monkeypatch):
@@ -183,6 +186,43 @@ def test_an_endpoint_that_refuses_the_first_request_or_three_in_a_row_cannot_be_
     for texts in (["bad"], ["bad"] * 5):
         assert {*map(type, outcomes(filtered(), texts))} == {UserError}
     assert UserError in map(type, outcomes(filtered(), ["good", "bad", "bad", "bad"]))
+
+
+def test_an_odd_answer_fails_one_episode_once_the_endpoint_has_answered(server):
+    url, script, _ = server
+    script += [(200, completion("hello")), (200, {"choices": []}), (200, completion("again"))]
+    with pytest.raises(Refusal, match="does not answer like a chat endpoint"):
+        ask(url, times=2)
+    script.clear()
+    script += [(200, completion("hello")), *[(200, {"choices": []})] * 3]
+    model = endpoint.Endpoint(url, "m")
+    prompt = model.render([{"role": "user", "content": "hi"}])
+
+    async def replies():
+        for expected in (Sample, Refusal, Refusal, UserError):  # three in a row
+            try:
+                reply = await model.sample(prompt, 50)
+            except UserError as error:
+                reply = error
+            assert type(reply) is expected
+
+    asyncio.run(replies())
+
+
+def test_a_refusal_does_not_wait_for_a_first_request_that_was_cancelled():
+    def answer(request, _):
+        time.sleep(0.3 if "slow" in request["messages"][0]["content"] else 0)
+        return 400, error(FLAGGED), {}
+
+    async def replies(url):
+        model = endpoint.Endpoint(url, "m")
+        slow, bad = [model.render([{"role": "user", "content": text}]) for text in ("slow", "bad")]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(model.sample(slow, 50), 0.1)
+        await asyncio.wait_for(model.sample(bad, 50), 10)
+
+    with chat_server(answer) as url, user_error(FLAGGED):
+        asyncio.run(replies(url))
 
 
 def test_a_redirect_is_named(server):

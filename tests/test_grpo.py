@@ -493,6 +493,8 @@ def test_paired_runs_are_compared_with_the_untrained_adapter_and_best_alone_show
     assert final["last"]["difference"] < 0 < final["best"]["difference"]
     assert (final["last"]["step"], final["best"]["step"]) == (9, 4)
     assert [name for name in played if "test_value_mean" in final[name]] == ["best"]
+    assert not metrics.is_test_number("contest_a.value_mean")  # of one of several tasks
+    assert metrics.is_test_number("contest_a.test_value_mean")
     group.episodes[0].status = "fault"
     with user_error("Every sandbox broke"):
         metrics.evaluation(metrics.episode_rows([group]), [TASK])

@@ -115,15 +115,18 @@ def test_a_run_that_was_cut_in_a_round_goes_on_with_the_adapter_of_its_last_whol
     assert len(t.finished) == 18
 
 
-def test_trees_of_a_grid_begin_with_the_same_adapter(policy):
-    first = weights_of(policy)
+def test_each_tree_of_a_grid_begins_with_the_untrained_adapter_of_its_seed(policy):
+    first = {}
+    for seed in (1, 0):
+        policy.reset(seed)
+        first[seed] = weights_of(policy)
     begun = []
 
     def look(node):
-        begun.append(has_weights(policy, first))
+        begun.append([has_weights(policy, first[seed]) for seed in (0, 1)])
 
     trees = grown(policy, look, seeds=(0, 1), parents=1, nodes=3)
-    assert begun == [True] * 6
+    assert begun == [[True, False]] * 3 + [[False, True]] * 3
     assert all((t.run.dir / "best").is_dir() for t in trees)
 
 

@@ -308,6 +308,18 @@ def test_a_note_tells_what_is_missing_and_what_was_said_before():
         assert prompts.missing(world) == ["out[1].txt"]
 
 
+def test_only_our_own_notes_are_no_last_line():
+    lines = {
+        "scores:\n[0.61 0.62]": "[0.61 0.62]",
+        "a\n[exit code 1]": "a",
+        "a\n[2 repeated warnings left out]\n[stopped: it used no CPU]": "a",
+        "[exit code 1]": "[exit code 1]",
+        "": "nothing",
+    }
+    for text, line in lines.items():
+        assert prompts.last_line({"observation": text}) == line
+
+
 def test_commands_that_end_in_another_way_than_before_are_not_called_repeated():
     edits = [block(f"echo 'print({text})' > a.py") for text in ("1/0", "4", "4+0", "2/0")]
     runs = block("python3 a.py")
@@ -399,7 +411,8 @@ def test_a_short_context_leaves_out_packages_then_first_lines_then_files(tmp_pat
         with user_error("more than half of --context .*: choose a larger"):
             for policy.context in range(8000, 100, -50):
                 system, message = prompts.first_messages(world, OPTIONS, facts, policy)
-                assert len(policy.encode(system) + policy.encode(message)) <= policy.context / 2
+                messages = prompts.as_messages(system, message)
+                assert len(policy.render(messages)) <= policy.context / 2
                 assert task.prompt.strip() in message
                 seen.append(("numpy" in message, message.count("\n  "), message.count(" bytes)")))
     assert [*dict.fromkeys(seen)] == [

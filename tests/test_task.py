@@ -157,6 +157,10 @@ def test_a_missing_file_is_named(titanic_copy):
 
 
 def test_a_wrong_yaml_is_one_clear_sentence(titanic_copy):
+    task = load_task("titanic")
+    for name in ("org/task", "my task", ""):  # it becomes a part of file names and of lists
+        with user_error("needs a name without spaces and slashes"):
+            replace(task, name=name)
     cases = [
         ("metric: accuracy\n", "", "lacks the key metric"),
         ("metric:", "metrik:", "unknown key 'metrik'; did you mean metric"),

@@ -385,6 +385,16 @@ def test_lines_that_were_read_before_are_folded_in_a_transcript():
     assert (first, second, third) == (texts[0], "2\n[... 3 lines as above ...]\nnew", texts[2])
 
 
+def test_a_transcript_shows_where_the_model_read_no_earlier_reply():
+    turns = [
+        {"observation": "a\nb\nc", "note": "2 turns", "restarts": True},
+        {"observation": "a\nb\nc", "note": "1 turn", "restarts": False},
+    ]
+    first, second = reader.observations(turns)
+    assert first == f"a\nb\nc\n{reader.BEGINS_ANEW}\n2 turns"
+    assert second == "a\nb\nc\n1 turn"  # the model has not read these lines before
+
+
 def test_the_terminal_explains_the_columns_that_it_shows(monkeypatch, tmp_path):
     runs = [trained(tmp_path / "a"), trained(tmp_path / "b", lr=2.0)]
     monkeypatch.setenv("COLUMNS", "100")
@@ -402,10 +412,12 @@ def test_nothing_to_show_is_exit_code_2(tmp_path):
     assert "did you mean pdf" in python("viz.py", tmp_path, "--format", "pdff").stderr
     for step, sentence in (
         (None, "run has no transcripts; it has none.$"),
-        (3, "no transcripts of step 3"),
+        (3, "no transcripts of step 3; it has none.$"),
     ):
         with user_error(sentence):
             viz.list_text(stored(tmp_path / "run"), step)
+    with user_error("no transcripts of step 0; it has none.$"):
+        viz.list_text(evaluated(tmp_path / "played", (0.8,)), 0)
 
 
 def test_a_number_that_is_rounded_to_zero_has_no_minus(capsys):
@@ -526,6 +538,7 @@ def test_the_recipe_of_the_docs_makes_conversations_of_episodes():
 def test_trackers_get_the_numbers_of_a_row():
     row = step_row(3, alarms=["x"], flag=True)
     assert trackers.step_of(row) == 3
+    assert trackers.step_of({"step": None, "order": 5}) == 5  # a node of a search
     numbers = {"reward_mean": 0.3, "reward_std": 0.2, "value_mean": 0.5, "seconds": 2.0}
     numbers |= {"value_stderr": 0.1, "valid_share": 0.75}
     assert trackers.scalars(row) == pytest.approx(numbers)
@@ -659,7 +672,7 @@ def test_one_table_for_a_task_whatever_differs(tmp_path):
     shown = {row["run"]: row["differs in"] for row in rows(*runs)}
     assert shown == {
         "base (seeds 0, 1)": "prompts=agent.yaml@d",
-        "more": "steps=6, runs=a+b, prompts=agent.yaml@d",
+        "more": "steps=6, runs=logs/a+logs/b/, prompts=agent.yaml@d",
         "other": "prompts=my.yaml@other",
         "edited": "prompts=agent.yaml@edited",
     }
@@ -668,12 +681,38 @@ def test_one_table_for_a_task_whatever_differs(tmp_path):
     assert [path.name for path in page.draw(runs, tmp_path)] == ["compare-training-titanic.png"]
 
 
+def test_models_without_a_digest_are_told_apart_by_their_whole_names(tmp_path):
+    """An endpoint's model has no digest; the address may change."""
+    runs = []
+    for seed, (model, url) in enumerate((("a/m", "x/v1"), ("b/m", "x/v1"), ("a/m", "y/v1"))):
+        runs.append(trained(tmp_path / f"run-{seed}", seed=seed, model=model, url=url))
+        runs[-1].fingerprint["model"] = ""
+    shown = {row["run"]: row["differs in"] for row in rows(*runs)}
+    assert shown == {"run (seeds 0, 2)": "model=a/m", "run-1": "model=b/m"}
+
+
+def test_numbers_of_nodes_and_of_episodes_are_drawn_in_the_order_of_their_rows(tmp_path):
+    run = evaluated(tmp_path, (0.8, 0.6))
+    assert [row["step"] for row in run.rows] == [None, None]
+    frame = plots.by_step(compare.RunGroup(runs=[run]), "score")
+    assert frame[0].to_dict() == {0: 0.8, 1: 0.6}
+
+
 def test_a_run_that_is_not_finished_shows_its_last_steps(tmp_path):
     text = said(stored(tmp_path))
     assert text.startswith(
         "Episodes of the last 1 step: value +0.5000, 75% valid, on the validation part. "
     )
     assert "Status: running" in text
+
+
+def test_a_training_without_its_episodes_keeps_the_numbers_of_its_result(tmp_path):
+    run = trained(tmp_path / "a", scores=(0.8, 0.7))
+    whole = results.result_of(run)
+    (run.dir / store.EPISODES).unlink()
+    kept = results.result_of(reader.read_run(run.dir))
+    for key in ("what", "part", "value_mean", "valid_share"):
+        assert kept[key] == whole[key] is not None
 
 
 def test_an_adapter_that_lost_half_of_its_valid_submissions_is_marked(tmp_path):

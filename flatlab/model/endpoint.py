@@ -32,6 +32,7 @@ TEXTS = ("text", "input_text", "output_text")  # kinds of parts of a message
 THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 LOCAL = "127.0.0.1,localhost,::1"
 PIECE = 3  # characters; see Endpoint
+NO_TEXT = "(no text)"
 RETRIES = 10  # of a request, with growing pauses or after the time in Retry-After
 
 
@@ -150,6 +151,7 @@ class Endpoint:
         )
         self.dropped = set()  # fields of ADAPTABLE that it refuses; max_tokens has another name
         self.sent = 0  # first requests of conversations
+        self.waiting = 0  # those without an answer so far
         self.refused = set()  # numbers of those that it refused
         self.works = False  # it has answered one
 
@@ -170,13 +172,19 @@ class Endpoint:
         return self.render([{"role": "user", "content": text}])
 
     def messages(self, tokens: list[str]) -> list[dict]:
-        """The conversation in such a list, without the opening of the reply at its end."""
+        """The conversation in such a list, without the opening of the reply at its end.
+
+        Some endpoints refuse an empty message, as a reply without text is.
+        """
         turns = []
         for token in tokens:
             if token in self.ROLES:
                 turns.append({"role": token, "content": ""})
             else:
                 turns[-1]["content"] += token
+        for turn in turns:
+            if not turn["content"].strip():
+                turn["content"] = NO_TEXT
         return turns[:-1]
 
     async def sample(self, tokens: list[str], max_tokens: int, seed: int | None = None) -> Sample:
@@ -191,21 +199,27 @@ class Endpoint:
             return self.read(await self.request(messages, max_tokens, seed))
         number = self.sent
         self.sent += 1
+        self.waiting += 1
         try:
-            response = await self.request(messages, max_tokens, seed)
-        except Refusal as refusal:
+            sample = self.read(await self.request(messages, max_tokens, seed))
+            self.works = True
+            return sample
+        except Refusal as error:
+            refusal = error
             self.refused.add(number)
-            while not self.works and len(self.refused) < self.sent:
-                await asyncio.sleep(0.1)
-            rows = [{first, first + 1, first + 2} for first in range(number - 2, number + 1)]
-            if not self.works or any(row <= self.refused for row in rows):
-                raise UserError(str(refusal)) from None
-            raise
-        self.works = True
-        return self.read(response)
+        finally:
+            self.waiting -= 1
+        while not self.works and self.waiting:
+            await asyncio.sleep(0.1)
+        rows = [{first, first + 1, first + 2} for first in range(number - 2, number + 1)]
+        if not self.works or any(row <= self.refused for row in rows):
+            raise UserError(str(refusal)) from None
+        raise refusal
 
     def read(self, response) -> Sample:
-        """The reply in an HTTP response. Raises UserError if it is not that of a chat endpoint."""
+        """The reply in an HTTP response. Raises UserError if it is not that of a chat endpoint, or
+        Refusal if the endpoint has answered before.
+        """
         try:
             body = json.loads(response.text)
             choice = body["choices"][0]
@@ -219,7 +233,7 @@ class Endpoint:
             others = [name for name, value in message.items() if value and name != "role"]
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             beginning = " ".join(response.text.split())[:200]
-            raise UserError(
+            raise (Refusal if self.works else UserError)(
                 f"{shown(self.url)} does not answer like a chat endpoint: {beginning} ({error})"
                 f"{redirected(response)}"
             ) from None

@@ -82,7 +82,7 @@ def wandb_id(directory: Path) -> str:
 
 def step_of(row: dict) -> int:
     """The x axis: the training step, or the order in which nodes were started."""
-    return row.get("step", row.get("order", 0))
+    return row["order"] if row.get("step") is None else row["step"]
 
 
 def scalars(row: dict) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -73,6 +74,7 @@ class Task:
         joined(self.name, self.public, self.hidden)
         limits = self.step_timeout, self.grade_timeout
         needs = {
+            "a name without spaces and slashes": re.fullmatch(r"[^\s/]+", self.name),
             "splits": self.splits,
             "artefacts": self.artefacts,
             "artefacts in the workspace": not any(

@@ -154,9 +154,14 @@ def comparison(evaluated: dict, tasks: list[Task], steps: dict) -> dict:
         if name != "untrained":
             result |= paired_difference(groups, untrained[0]) | {"step": steps[name]}
         if name != "best":  # others with equal weights have read the test part, too
-            result = {key: result[key] for key in result if "test_" not in key}
+            result = {key: result[key] for key in result if not is_test_number(key)}
         final[name] = result
     return final
+
+
+def is_test_number(key: str) -> bool:
+    """True for test_value_mean and for that of one of several tasks: digits.test_value_mean."""
+    return key.rpartition(".")[2].startswith("test_")
 
 
 def paired_difference(groups: list[Group], reference: list[Group]) -> dict:

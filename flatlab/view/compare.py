@@ -89,11 +89,18 @@ def groups_of(runs: list[RunData]) -> dict[tuple[str, str], list[RunGroup]]:
 
 
 def settings_of(run: RunData) -> dict[str, str]:
-    """All that makes a run besides its seed: setting -> text; 'my.yaml@1a2b3c' with a digest."""
-    settings = run.config.items()
-    texts = {key: value_text(value) for key, value in settings if key not in ("seed", "name")}
+    """All that makes a run besides its seed: setting -> text; 'my.yaml@1a2b3c' with a digest.
+
+    Paths and names without a digest are whole: 'openai/model' is another one than 'local/model'.
+    """
+    texts = {}
+    for key, value in run.config.items():
+        if key not in ("seed", "name", "url"):
+            whole = "+".join(map(str, value)) if isinstance(value, list) else str(value)
+            texts[key] = value_text(value) if run.fingerprint.get(key) else whole
     for part, digest in run.fingerprint.items():
-        texts[part] = f"{texts.get(part, '')}@{digest[-1] if part == 'code' else digest:.6}"
+        if digest:
+            texts[part] = f"{texts.get(part, '')}@{digest[-1] if part == 'code' else digest:.6}"
     return texts
 
 

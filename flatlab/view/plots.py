@@ -99,10 +99,15 @@ def by_step(group: RunGroup, key: str):
     for run in group.runs:
         before = evaluation_columns(run.result.get("before") or {})
         rows = enumerate([before, *(run.rounds or run.rows)], -1)
-        curves.append({row.get("step", number): row.get(key) for number, row in rows})
+        curves.append({x_of(row, number): row.get(key) for number, row in rows})
     frame = pandas.DataFrame(curves, dtype=float).T.sort_index().dropna(how="all")
     frame.index += key.startswith("eval_")
     return frame
+
+
+def x_of(row: dict, number: int) -> int:
+    """The step of a row, or its number if it has none."""
+    return number if row.get("step") is None else row["step"]
 
 
 # ------------------------------------------------------------------ curves over steps

@@ -204,6 +204,9 @@ def code_diff(old: dict, new: dict) -> str:
 
 
 REPEATED = 3  # lines
+BEGINS_ANEW = (
+    "[Here the model read neither this output nor any earlier reply, but its first message and:]"
+)
 
 
 def observations(turns: list[dict]) -> list[str]:
@@ -212,13 +215,14 @@ def observations(turns: list[dict]) -> list[str]:
     """
     texts, before = [], set()
     for turn in turns:
-        text = "\n".join(filter(None, (turn["observation"], turn["note"])))
+        anew = BEGINS_ANEW if turn.get("restarts") else ""
+        text = "\n".join(filter(None, (turn["observation"], anew, turn["note"])))
         lines = []
         for is_old, group in itertools.groupby(text.split("\n"), before.__contains__):
             same = [*group]
             if is_old and len(same) >= REPEATED:
                 same = [f"[... {len(same)} lines as above ...]"]
             lines += same
-        before.update(lines)
+        before = {*turn["note"].split("\n")} if anew else before.union(lines)
         texts.append("\n".join(lines))
     return texts

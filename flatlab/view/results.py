@@ -48,7 +48,9 @@ def result_of(run: RunData) -> dict:
             best = best | {"difference": None}
         rows = [row for row in run.episodes if row["when"] == best["when"]]
         last = final["last"]["value_mean"] if final["best_is_untrained"] else None
-        return best | result_of_episodes(run, what, rows, final["split"]) | {"last_mean": last}
+        known = {"what": what, "part": final["split"], "values": {}, "last_mean": last}
+        shown = result_of_episodes(run, what, rows, final["split"]) if rows else {}
+        return best | known | shown
     last = run.rows[-window_of(run.rows) :]
     means = {key: fmean(found(last, key)) for key in ("value_mean", "valid_share")}
     what = f"episodes of the last {counted(len(last), 'step')}"

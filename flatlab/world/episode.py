@@ -228,8 +228,7 @@ class History:
         self.limit = options.max_observation_tokens
         self.drops_thoughts = options.thoughts == "drop"
         self.first = prompt
-        self.messages = [{"role": "system", "content": system}] if system else []
-        self.messages.append({"role": "user", "content": prompt})
+        self.messages = prompts.as_messages(system, prompt)
         self.prompt = policy.render(self.messages)
         self.turns = []  # [sample, observation, its tokens]
 

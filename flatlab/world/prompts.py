@@ -5,6 +5,7 @@ Arguments: `env` is an Env whose sandbox runs, `options` are EpisodeOptions.
 """
 
 import functools
+import re
 from collections.abc import Callable
 from operator import itemgetter
 from pathlib import Path
@@ -26,6 +27,8 @@ SHARE = 0.5  # largest part of the context for the system message and the first 
 TABLES = (".csv", ".tsv", ".jsonl")
 TABLE_LINES = 3
 LINE_CHARS = 200  # limit of a line of a table; longer ones are not shown
+# Lines of an observation that are ours, see actions.py
+OWN_NOTE = re.compile(r"\[(exit code|stopped|\d+ (repeated|library|line))")
 # Packages that are named, in this order; others are counted.
 PACKAGES = """numpy pandas scipy scikit-learn torch xgboost lightgbm catboost tensorflow keras jax
 flax transformers datasets tokenizers accelerate peft timm torchvision torchaudio gymnasium
@@ -179,7 +182,7 @@ def first_messages(env, options, facts: dict, policy=None) -> tuple[str, str]:
         facts = facts | less
         limits = prompts.fill("limits", **facts)
         first = prompts.fill("first_message", limits=limits, **facts)
-        tokens = len(policy.encode(system) + policy.encode(first)) if policy else 0
+        tokens = len(policy.render(as_messages(system, first))) if policy else 0
         if not policy or tokens <= min(SHARE * policy.context, room):
             return system, "\n\n".join(filter(None, [first, env.message]))
     raise UserError(
@@ -187,6 +190,12 @@ def first_messages(env, options, facts: dict, policy=None) -> tuple[str, str]:
         f"than half of --context {policy.context} or than the {room} beside a reply: choose a "
         "larger one, or a shorter text with --prompts."
     )
+
+
+def as_messages(system: str, first: str) -> list[dict]:
+    """The messages before the first reply."""
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": first}]
+    return messages if system else messages[1:]
 
 
 def note(options, env, turns: list[dict], turns_left: int, seconds_left: float) -> tuple[str, bool]:
@@ -254,7 +263,7 @@ def is_repeated(turns: list[dict], end_of: Callable) -> bool:
 
 
 def last_line(turn: dict) -> str:
-    """The last line of an observation, without notes in brackets if there is another one."""
+    """The last line of an observation, without our own notes if there is another one."""
     lines = [line.strip() for line in turn["observation"].splitlines() if line.strip()]
-    printed = [line for line in lines if line[0] != "["] or lines or ["nothing"]
+    printed = [line for line in lines if not OWN_NOTE.match(line)] or lines or ["nothing"]
     return printed[-1][:200]
