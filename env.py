@@ -13,8 +13,6 @@ flatlab/sandbox, gradings in flatlab/task/grading.py.
 docs/clusters.md lists what the sandboxes cover and what they do not.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Iterable

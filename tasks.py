@@ -4,8 +4,6 @@ python tasks.py                 list all tasks: what is asked, how it is scored
 python tasks.py titanic         score the trivial rules of a task; is one of them at the top?
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from functools import partial

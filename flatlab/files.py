@@ -2,8 +2,6 @@
 user's cache folder, where files are named after the content they were made from.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -7,8 +7,6 @@ or Resumable; its comment is its help. None is computed as derived() says, or th
 used. 0 is only ever zero.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Annotated, Literal, TypeVar, get_type_hints

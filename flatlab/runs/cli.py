@@ -1,7 +1,5 @@
 """The command line: presets, flags, checks of their values, and errors in one sentence."""
 
-from __future__ import annotations
-
 import atexit
 import inspect
 import itertools

@@ -3,8 +3,6 @@
 open_run() in store.py compares them when a run continues. The changes themselves are in git.txt.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ A tracker is a function of a row. The ones in `run.trackers` get every row while
 Transcripts stay in the run directory: viz.py shows them.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import uuid

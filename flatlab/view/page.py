@@ -78,13 +78,10 @@ def write(runs: list[RunData], format="png") -> list[Path]:
     """Writes the pictures and report.html into folder_of(runs). format: pdf for pictures as PDF,
     too.
     """
-    from jinja2 import Environment, StrictUndefined
+    from jinja2 import StrictUndefined, Template
 
-    environment = Environment(autoescape=True, undefined=StrictUndefined)
-    environment.globals |= {"base64": base64, "columns": columns, "compare": compare}
-    environment.globals |= {"episodes": episodes, "reader": reader, "results": results}
-    environment.globals |= {"sample": sample, "tree": tree}
-    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    text = TEMPLATE.read_text(encoding="utf-8")
+    template = Template(text, autoescape=True, undefined=StrictUndefined)
     folder = folder_of(runs)
     paths = draw(runs, folder, format)
     html = template.render(
@@ -92,6 +89,14 @@ def write(runs: list[RunData], format="png") -> list[Path]:
         made=time.strftime("%Y-%m-%d %H:%M"),
         nonce=secrets.token_hex(),
         paths=paths,
+        base64=base64,
+        columns=columns,
+        compare=compare,
+        episodes=episodes,
+        reader=reader,
+        results=results,
+        sample=sample,
+        tree=tree,
     )
     page = folder / "report.html"
     write_whole(page, html.encode("utf-8", "replace"))  # a reply may hold lone surrogates

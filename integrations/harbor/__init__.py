@@ -6,8 +6,6 @@ grading unpacks it in a fresh container of that image, and only that one gets th
     python grpo.py --task integrations.harbor:path/to/folder
 """
 
-from __future__ import annotations
-
 import io
 import re
 import shlex
