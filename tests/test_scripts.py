@@ -297,7 +297,7 @@ def played(monkeypatch):
         return episode
 
     monkeypatch.setattr(evaluate, "run_episode", run_episode)
-    engine = SimpleNamespace(encode=str.split, context=2048)
+    engine = SimpleNamespace(render=lambda messages: str(messages).split(), context=2048)
     monkeypatch.setattr(evaluate, "open_engine", lambda *_: tries.engines.append(engine) or engine)
     return tries
 
