@@ -330,7 +330,7 @@ def task(tmp_path):
     (tmp_path / "starter.txt").write_text("x\n")
     (tmp_path / "hint.txt").write_text("letters\n")
     return Task(
-        name=f"words {tmp_path.name}",
+        name=f"words-{tmp_path.name}",
         prompt="Write words to guess.txt.",
         metric="hits",
         higher_is_better=True,

@@ -240,7 +240,7 @@ IN_FILES = {("out/",): "1\n22", ("*.json",): "3\n4", ("out/", "a.json"): "3\n1\n
 @pytest.mark.parametrize("artefacts", IN_FILES)
 def test_a_record_in_several_files_is_kept_whole(artefacts, tmp_path):
     (tmp_path / "g.py").write_text("print('{\"radii\": 9}')")
-    task = replace(load_task("circlePacking"), name=f"{artefacts}", artefacts=artefacts)
+    task = replace(load_task("circlePacking"), artefacts=artefacts)
     task = replace(task, hidden={"g.py": tmp_path / "g.py"}, grader=("python3", "g.py"))
     with Env(task, LOCAL) as world:
         world.reset()
