@@ -316,10 +316,7 @@ async def play_node(t: Tree, node: Node, parents: list[Node]) -> bytes:
     """Plays the episode of a node in a sandbox of its own. Returns a tar of the files that it left,
     b"" for a fault.
     """
-    limits = t.cfg.episode
-    if t.cfg.minutes is not None:
-        minutes = max(1 / 60, t.cfg.minutes - t.elapsed())
-        limits = replace(limits, episode_minutes=min(limits.episode_minutes, minutes))
+    limits = replace(t.cfg.episode, episode_minutes=t.minutes_left())
     files = b""
     async with NodeEnv(t, node, parents) as world:
         await run_episode(world, t.policy, limits, node)

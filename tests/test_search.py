@@ -643,6 +643,21 @@ def test_a_budget_ends_a_node_that_is_running(budget, reply, status):
     has(t, stopped_by=next(iter(budget)))
 
 
+def test_a_node_has_the_minutes_that_are_left():
+    trees = opened([load_task("titanic")], nodes=1, minutes=60, max_turns=2)
+    trees[0].seconds_before = 100.0  # of an earlier process
+    grow(trees, FakePolicy(block("sleep 1.5")))
+    assert counts(trees[0], "status") == {"turn_limit": 1}
+
+
+@pytest.mark.parametrize("limit", ["episode_minutes", "minutes"])
+def test_a_model_that_lists_no_strategies_in_time_holds_a_node_no_longer_than_an_episode(limit):
+    with within(30):
+        t = run(model=FakePolicy(lists, wait=60), nodes=1, **{limit: 0.02})
+    assert counts(t, "status") == {"refused": 1}
+    assert counts(t, "reason") == {"no strategies within 0.02 minutes": 1}
+
+
 def test_a_node_whose_files_are_too_large_keeps_its_score_but_nothing_builds_on_it(monkeypatch):
     monkeypatch.setattr(snapshot, "COPY_BYTES", 1000)
     t = real_tree(FakePolicy(scripted), workers=3, nodes=4, k=3)

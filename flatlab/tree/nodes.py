@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import io
 import itertools
+import math
 import tarfile
 import time
 from collections import Counter
@@ -275,6 +276,11 @@ class Tree:
     def elapsed(self) -> float:
         now = 0.0 if self.began is None else time.monotonic() - self.began
         return self.seconds_before + now
+
+    def minutes_left(self) -> float:
+        """Time limit of an episode, or of a request for strategies, that begins now."""
+        left = math.inf if self.cfg.minutes is None else self.cfg.minutes - self.elapsed() / 60
+        return min(self.cfg.episode.episode_minutes, max(1 / 60, left))
 
     def spent(self) -> str:
         return spent(self.cfg, self.executed(), self.tokens(), self.elapsed())

@@ -5,12 +5,14 @@ A `node` is a search node or anything with the same fields (idea, score, stderr,
 code, error, decision); `prompts` are the Prompts of the file.
 """
 
+import asyncio
 import copy
 import html
 import json
 import math
 import re
 
+from flatlab.errors import Refusal
 from flatlab.task.definition import Task
 from flatlab.world.episode import clip
 
@@ -98,12 +100,17 @@ LEAST_ROOM = 32  # tokens: a request whose reply would have less room is not sen
 
 async def reply_to(t, node, talk: list[dict], seed: int) -> str:
     """The reply to these messages; "" if the prompt leaves no room for one. t: a Tree. Raises
-    Refusal.
+    Refusal, also if it takes longer than an episode may.
     """
     prompt = t.policy.render(talk)
     room = min(t.cfg.episode.max_reply_tokens, t.cfg.model.context - len(prompt))
     if room >= LEAST_ROOM:
-        sample = await t.policy.sample(prompt, room, seed=seed)
+        minutes = t.minutes_left()
+        reply = t.policy.sample(prompt, room, seed=seed)
+        try:
+            sample = await asyncio.wait_for(reply, 60 * minutes)
+        except TimeoutError:
+            raise Refusal(f"no strategies within {minutes:.2g} minutes") from None
         node.tokens += sample.reply_tokens
         if sample.note:
             node.decision["refused"] = sample.note
