@@ -250,6 +250,8 @@ def open_tasks(
                 print(f"sandbox  {why}")
             resolve_backend(task, sandbox)  # checks what the task needs
             check_grader(task, partial(open_sandbox, task, sandbox))
+            if task.name in {other.name for other in tasks}:
+                raise UserError(f"Two tasks have the name {task.name}: their scores would mix.")
             tasks.append(task)
         except UserError as error:
             if left_out is None or isinstance(error, UnknownTask):

@@ -289,6 +289,11 @@ def test_a_machine_without_bash_is_one_sentence(monkeypatch):
         env.open_tasks(["titanic"], LOCAL)
 
 
+def test_two_tasks_have_two_names():
+    with user_error("Two tasks have the name titanic"):
+        env.open_tasks(["titanic", "titanic"], SandboxOptions("local"))
+
+
 def test_hostile_replies_raise_nothing_else_and_take_no_time():
     rng = random.Random(1)
     pieces = (

@@ -246,3 +246,5 @@ def test_a_record_in_several_files_is_kept_whole(artefacts, tmp_path):
         world.reset()
         world.sandbox.put({"out/1.json": b"1", "out/2.json": b"22", "a.json": b"3", "b.json": b"4"})
         assert world.score().record == IN_FILES[artefacts]
+        world.task = replace(task, name="open", reference=None)
+        assert world.score().value == 9 and not world.score().record

@@ -173,6 +173,11 @@ def test_a_wrong_yaml_is_one_clear_sentence(titanic_copy):
         ("artefacts: [submission.csv]", "artefacts: ['*.csv']", "artefacts that are not hidden"),
         ("artefacts: [submission.csv]", "artefacts: x.csv", "artefacts: .* a valid tuple"),
         ("reference: 0.790909", "reference: 0.678182", "must be better than the baseline 0.678"),
+        ("metric: accuracy", "metric: error", "a metric with another name than error, stderr"),
+        ("data: ", "imported: [submission]\ndata: ", "imported files that are Python artefacts"),
+        ("data: ", "imported: [x.py]\ndata: ", "imported files that are Python artefacts"),
+        ("artefacts: [submission.csv]", "artefacts: [a/]\ntrivial: {x: y}", "one artefact, a file"),
+        ("artefacts: [submission.csv]", "artefacts: [a, b]\ntrivial: {x: y}", "one artefact, a "),
     ]
     for old, new, message in cases:
         shutil.copy(TASKS_DIR / "titanic" / "task.yaml", titanic_copy)
@@ -815,7 +820,7 @@ def test_a_name_with_brackets_is_the_name_of_one_file(make_task, name):
 def test_an_artefact_that_cannot_be_written_is_refused(make_task):
     for name in ("x" * 300, "evaluate/" + "x" * 300 + "/"):
         with user_error("no agent can hand in its artefacts: .*too long"):
-            check_before_a_run(make_task(artefacts=(name,)))
+            check_before_a_run(make_task(artefacts=(name,), trivial={}))
 
 
 # ------------------------------------------------------------------ the grader is broken
@@ -859,6 +864,47 @@ def test_the_metric_and_the_arguments_fit_together(titanic_copy, old, new, said)
         check_before_a_run(load_task("titanic"))
 
 
+def test_a_table_that_no_submission_can_answer_is_refused(titanic_copy):
+    """Its ids are written in two ways."""
+    test = titanic_copy / "test.csv"
+    first, *rows = test.read_text().splitlines()
+    test.write_text("\n".join([first, *(row.replace(",", ".0,", 1) for row in rows)]))
+    with user_error("'always the most frequent, 0' no score .*id '2.0' is none of the ids to pred"):
+        check_before_a_run(load_task("titanic"))
+
+
+def test_a_large_table_can_be_answered(titanic_copy):
+    """80,000 rows with ids of 13 characters: a submission of 1.2 MB."""
+    ids = [f"customer{number:05}" for number in range(80_000)]
+    parts = ["validation", "selection", "test"]
+    answers = [f"{id},{parts[i % 3]},{i % 2}" for i, id in enumerate(ids)]
+    (titanic_copy / "answers.csv").write_text("\n".join(["id,part,survived", *answers]))
+    (titanic_copy / "test.csv").write_text("\n".join(["id", *ids]))
+    task = load_task("titanic")
+    check_before_a_run(task)
+    artefacts = {"submission.csv": "\n".join(["id,survived", *(f"{id},1" for id in ids)]).encode()}
+    score = grading.grade(task, artefacts, "test", partial(open_sandbox, task, LOCAL_BOX))
+    assert score.value == 0.5
+
+
+def test_arguments_of_a_grader_are_read_as_they_are_written(titanic_copy):
+    labels = "yes, no, 01, 1e3, 2020-01-01, null"
+    change(titanic_copy / "task.yaml", "--labels, 0, 1]", f"--labels, {labels}]")
+    assert load_task("titanic").grader[-8:-2] == tuple(labels.split(", "))
+
+
+@pytest.mark.parametrize(
+    "name", ["sklearn/dataset/data", "sklearn/datasets/data/diabetes_target.csv.gz"]
+)
+def test_package_data_that_would_not_be_hidden_is_refused(name):
+    """A slip in the name, or a file."""
+    task = load_task("diabetes")
+    with user_error(f"{name} of hide_package_data is no folder of a package"):
+        check_before_a_run(replace(task, hide_package_data=(name,)))
+    absent = (*task.hide_package_data, "no_such_package/data")
+    check_before_a_run(replace(task, hide_package_data=absent))
+
+
 def test_a_table_without_a_trivial_rule_is_graded_empty():
     task = replace(load_task("titanic"), reference=None, public={})
     check_before_a_run(task)
@@ -873,6 +919,7 @@ def test_a_table_without_a_trivial_rule_is_graded_empty():
         ("log_loss", "yn", "an answer must be 0 or 1 for log_loss"),
         ("roc_auc", "12", "must be 0 or 1 for roc_auc"),
         ("f1", ["0", "1.0"], "must be 0 or 1 for f1"),
+        ("accuracy", ["1", "1.0"], "1 and 1.0 are one number"),
         ("f1", "00", "f1 needs different answers"),
         ("rmse", "1x", "an answer must be a finite number"),
         ("quadratic_kappa", ["1", "1.5"], "an answer must be a whole number"),
@@ -929,6 +976,9 @@ def test_labels_that_are_numbers_are_compared_as_numbers(tmp_path):
     assert "must be 0 or 1" in score("\u0660")["error"]  # a zero of another script
     free = replace(task, grader=tuple(part for part in task.grader if part not in "--labels01"))
     assert score("0.0", free) == score("0")
+    by_f1 = replace(free, grader=tuple(part.replace("accuracy", "f1") for part in free.grader))
+    assert "must be 0 or 1" in score("0.5", by_f1)["error"]
+    assert score("1.0", by_f1)["f1"] > 0.4
 
 
 @pytest.mark.parametrize("code, rules, said", BROKEN)

@@ -19,7 +19,8 @@ import statistics
 import sys
 from contextlib import suppress
 
-MAX_BYTES = 1_000_000
+MAX_BYTES = 1_000_000  # of a submission of few rows
+ROW_BYTES = 200
 RESAMPLES = 100  # of the bootstrap: its standard error is then exact to about 7 %
 LARGEST = 1e40  # bound of a predicted number: its square is far from an overflow
 PARTS = "validation", "selection", "test"
@@ -172,6 +173,8 @@ def read_arguments(argv):
         raise Broken("the arguments are not --metric NAME [--labels VALUE ...] --split PART")
     if name not in METRICS:
         raise Broken(f"unknown metric {name!r}; there are {', '.join(METRICS)}")
+    if name == "f1":
+        return name, ["0", "1"], split
     return name, labels[1:], split
 
 
@@ -193,21 +196,32 @@ def check_answers(name, labels, answers, split):
             found.add(value)
     if not found:
         raise Broken(f"no row has the part {split}")
+    if wrong is wrong_label:
+        check_texts({value for _, value in answers.values()})
     if metric in (f1, r2, roc_auc, quadratic_kappa) and len(set(map(float, found))) < 2:
         raise Broken(f"{name} needs different answers in the part {split}")
 
 
-def read_rows():
-    """Rows of submission.csv as lists of text, the header first. Raises Invalid."""
+def check_texts(labels):
+    """Raises Broken if two of the labels are one number, as 1 and 1.0."""
+    texts = {}
+    for label in sorted(labels):
+        other = texts.setdefault(number_of(label), label)
+        if other != label and number_of(label) is not None:
+            raise Broken(f"{other} and {label} are one number: write it in one way")
+
+
+def read_rows(limit):
+    """Rows of submission.csv as lists of text, the header first. limit: bytes. Raises Invalid."""
     try:
         with open("submission.csv", "rb") as file:
-            data = file.read(MAX_BYTES + 1)
+            data = file.read(limit + 1)
         text = io.StringIO(data.decode("utf-8-sig"), newline="")
         rows = [row for row in csv.reader(text, strict=True) if row]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise Invalid(f"submission.csv is not a CSV text file: {error}") from error
-    if len(data) > MAX_BYTES:
-        raise Invalid(f"submission.csv is larger than {MAX_BYTES} bytes")
+    if len(data) > limit:
+        raise Invalid(f"submission.csv is larger than {limit} bytes")
     return rows
 
 
@@ -259,7 +273,7 @@ METRICS = {  # function, check of a value, whether higher is better
 
 def read_submission(target, ids, wrong):
     """{id: value} for exactly these ids. Raises Invalid. wrong(value): what is wrong with it."""
-    rows = read_rows()
+    rows = read_rows(max(MAX_BYTES, ROW_BYTES * len(ids)))
     if rows[:1] != [["id", target]]:
         raise Invalid(f"the first line of submission.csv must be: id,{target}")
     predicted = {}
@@ -269,7 +283,7 @@ def read_submission(target, ids, wrong):
             raise Invalid(f"every line needs 2 values, but one has {len(row)}: {text!r}")
         key, value = row
         if key not in ids:
-            raise Invalid(f"id {key[:20]!r} is not in data/test.csv")
+            raise Invalid(f"id {key[:20]!r} is none of the ids to predict")
         if key in predicted:
             raise Invalid(f"id {key} is there twice")
         if reason := wrong(value):

@@ -197,7 +197,8 @@ def run_directory(name: str) -> Path:
     # file systems allow 255 bytes
     if not path.parts or path.is_absolute() or ".." in path.parts or len(name) > 200:
         raise UserError(
-            "--name must be the name of a folder in logs/, with at most 200 characters."
+            "--name must be the name of a folder in logs/, with at most 200 characters, not "
+            f"{name:.30}."
         )
     for folder in path.parents:
         if Path("logs", folder, "config.yaml").exists():

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from flatlab.errors import UserError, nearest
-from flatlab.files import read_mapping, validated
+from flatlab.files import TextLoader, read_mapping, validated
 from flatlab.task.definition import Task
 from flatlab.task.listing import joined, tree_files
 
@@ -16,7 +16,7 @@ class TaskYaml:
 
     description: str  # prompt
     grader: str  # a Python file, called with grader_args and --split <name>
-    grader_args: tuple[str | int | float, ...] = ()
+    grader_args: tuple[str, ...] = ()  # as they stand in the file: yes is no boolean
     data: tuple[str, ...] = ()  # files that go to data/ in the workspace
     starter_code: tuple[str, ...] = ()  # files that go to the root of the workspace
     hidden: tuple[str, ...] = ()  # files that only a grading sandbox gets
@@ -42,14 +42,15 @@ def load_builtin(root: Path, name: str) -> Task:
     for key in spec:
         if key not in keys:
             raise UserError(f"{path}: unknown key {key!r}; {nearest(str(key), keys)}.")
-    given = validated(TaskYaml, spec, path)
+    texts = read_mapping(path, loader=TextLoader)
+    given = validated(TaskYaml, spec | {"grader_args": texts.get("grader_args", [])}, path)
     if spec.get("exact"):
         spec["splits"] = ["exact"]
     public = joined(
         name, find_files(folder, given.starter_code), find_files(folder, given.data, "data/")
     )
     # -I: Python imports nothing from the workspace.
-    grader = ["python3", "-I", Path(given.grader).name, *map(str, given.grader_args)]
+    grader = ["python3", "-I", Path(given.grader).name, *given.grader_args]
     more = {
         "name": name,
         "prompt": given.description.strip(),

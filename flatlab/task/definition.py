@@ -17,6 +17,8 @@ from flatlab.task.value import improvement, score_text
 
 MESSAGE_CHARS = 500  # limit of a grader's error message, which the agent reads
 
+GRADE_KEYS = ("error", "stderr", "position", "higher_is_better")  # with a meaning of their own
+
 # Fields that change neither an episode nor its score, and those that name files
 NOT_SCORED = "name source degenerate trivial needs_gpu needs_network public hidden requirements"
 
@@ -79,6 +81,15 @@ class Task:
             "artefacts": self.artefacts,
             "artefacts in the workspace": not any(
                 {"", ".", ".."} & {*name.removesuffix("/").split("/")} for name in self.artefacts
+            ),
+            "imported files that are Python artefacts": all(
+                name.endswith(".py") and name in self.named_artefacts for name in self.imported
+            ),
+            "one artefact, a file, for its trivial rules": (
+                not self.trivial or [*self.artefacts] == self.named_artefacts[:1]
+            ),
+            f"a metric with another name than {', '.join(GRADE_KEYS)}": (
+                self.metric not in GRADE_KEYS
             ),
             "finite time limits above 0": all(0 < seconds < math.inf for seconds in limits),
             "an idle_timeout of at least 0": 0 <= self.idle_timeout < math.inf,

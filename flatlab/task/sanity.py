@@ -38,17 +38,20 @@ def check_grader(task: Task, make_sandbox) -> None:
     """Grades the first trivial rule on each part; without one, grade_csv.py gets an empty file.
 
     Raises UserError if the grader gives neither a score nor a reason, or if it refuses a rule of
-    task.trivial: it would not score any episode. Also if the sandbox lacks required packages, or if
-    an agent could not hand in the artefacts.
+    task.trivial, or grade_csv.py one of csv_rules: it would not score any episode. Also if the
+    sandbox lacks required packages, if an agent could not hand in the artefacts, or if there is no
+    folder for a name of task.hide_package_data.
     """
     check_artefacts(task, make_sandbox)
     rules = [*islice(trivial_rules(task), 1)]
-    if not rules and "grade_csv.py" in task.hidden:
-        rules = [("an empty file", {task.artefacts[0]: b""})]
+    needed = {*task.trivial}
+    if "grade_csv.py" in task.hidden:
+        needed.update(name for name, _ in rules if name.startswith("always "))
+        rules = rules or [("an empty file", {task.artefacts[0]: b""})]
     for name, artefacts in rules:
         for split in task.splits:
             score = grade(task, artefacts, split, make_sandbox)
-            if score.grader_output or name in task.trivial and not score.valid:
+            if score.grader_output or name in needed and not score.valid:
                 output = " ".join(score.grader_output.split())[-SENTENCE_CHARS:]
                 raise UserError(
                     f"The grader of task {task.name} is broken: it gives the rule {name!r} no "
@@ -58,11 +61,20 @@ def check_grader(task: Task, make_sandbox) -> None:
 
 WRITE_SECONDS = 20
 WRITE = 'mkdir -p -- "${0%/*}" && echo x > "$0"'
+# Prints the names that are no folders although their package is there
+CHECK_FOLDERS = """
+import os, sys
+for name in sys.argv[1:]:
+    for path in sys.path:
+        package = os.path.join(path, name.split("/")[0])
+        if os.path.exists(package) and not os.path.isdir(os.path.join(path, name)):
+            print(name)
+"""
 
 
 def check_artefacts(task: Task, make_sandbox) -> None:
     """Writes each artefact as an agent does, and collects them. Raises UserError if an agent may
-    not write one, or if it is missing then.
+    not write one, or if it is missing then. Also if hide_package_data names what is no folder.
     """
     folders = [f"{name}file" for name in task.artefacts if name.endswith("/")]
     names = [] if task.collect else task.named_artefacts + folders
@@ -71,12 +83,19 @@ def check_artefacts(task: Task, make_sandbox) -> None:
         for name in names:
             written = box.run(["bash", "-c", WRITE, f"./{name}"], WRITE_SECONDS)
             if written.exit_code:
-                raise ArtefactError(written.output.strip())
+                raise ArtefactError(f"{name} cannot be written: {written.output.strip()}")
         read_artefacts(task, box)
+        program = ["python3", "-I", "-c", CHECK_FOLDERS, *task.hide_package_data]
+        wrong = box.run(program, WRITE_SECONDS).output.split() if task.hide_package_data else []
     except (ArtefactError, SandboxFault) as error:
         raise UserError(f"Task {task.name}: no agent can hand in its artefacts: {error}.") from None
     finally:
         box.close()
+    if wrong:
+        raise UserError(
+            f"Task {task.name}: {wrong[0]} of hide_package_data is no folder of a package, so the "
+            "agent could read what it should hide."
+        )
 
 
 def trivial_rules(task: Task) -> Iterator[tuple[str, dict[str, bytes]]]:
