@@ -37,7 +37,6 @@ from flatlab.train import metrics
 from flatlab.view import console
 from flatlab.view.reader import read_run
 from flatlab.world.episode import run_episode, stop_after_faults
-from flatlab.world.prompts import load_prompts
 from policy import open_engine, token_counter
 
 FIRST_SEED = -(10**12)  # of the episodes with --seed 0; those of training are never that low
@@ -165,12 +164,11 @@ def evaluate_seeds(cfgs: list[Config], model, roots: dict | None) -> list[Path]:
     changes |= {"backend": sandbox.backend}
     if first.attempts:
         changes |= {"episodes": first.attempts * len(tasks)}
-    prompts = load_prompts(first.episode.prompts)
     directories = []
     policy = None  # one engine for all seeds
     for cfg in (options.changed(cfg, **changes) for cfg in cfgs):
         has_ended = partial(is_finished, tasks=tasks, cfg=cfg)
-        run = start.begin_run(cfg, tasks, model, has_ended, prompts.digest)
+        run = start.begin_run(cfg, tasks, model, has_ended)
         if not run.finished:
             with start.recorded([run], first_results(tasks, left_out)):
                 most = cfg.episodes * cfg.episode.max_turns

@@ -69,7 +69,6 @@ from flatlab.train.batch import (
 from flatlab.train.job import Slots, TrainingRun, in_trainer, join_ranks, stop_if_interrupted
 from flatlab.view import console
 from flatlab.world.episode import play, run_episode
-from flatlab.world.prompts import load_prompts
 from policy import Policy, lora_settings, token_counter
 
 # ================================== the idea: edit here ==================================
@@ -703,14 +702,13 @@ def main(config_class=Config, script=SCRIPT, policy_class=Policy, train=train, c
 
 def open_job(cfg: Config, model, tasks: list) -> TrainingRun:
     """Opens the run of a seed, on rank 0; all ranks learn whether it is finished."""
-    prompts = load_prompts(cfg.episode.prompts)
     job = TrainingRun(tasks)
     if job.ranks.rank == 0:
         is_finished = functools.partial(
             checkpoint.is_finished, steps=cfg.steps, n=cfg.eval_episodes
         )
         bounds = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
-        job.run = start.begin_run(cfg, tasks, model, is_finished, prompts.digest, **bounds)
+        job.run = start.begin_run(cfg, tasks, model, is_finished, **bounds)
     job.finished = job.ranks.first(bool(job.run and job.run.finished))
     return job
 

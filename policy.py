@@ -39,10 +39,10 @@ from flatlab.heartbeat import heartbeat
 from flatlab.model import endpoint, memory
 from flatlab.model.adapter import ADAPTER_FILE, read_tensors
 from flatlab.model.chat import ChatTokens, Sample
-from flatlab.model.loading import count_weights, loading
-from flatlab.model.path import ModelPath
+from flatlab.model.path import ModelPath, count_weights, loading
 from flatlab.options import ModelOptions
 
+Pairs = list[tuple[list[int], list[int]]]  # (tokens, mask) of sequences; 1: trained
 # Below this number of parameters, on a CPU, a decoding step of the engine is faster on one thread:
 # waking a second one for each operation costs more than it saves.
 ONE_THREAD = 5_000_000
@@ -60,13 +60,13 @@ class Agreement:
         return f"log-probs differ by {self.mean:.1g} nats on average, at most {self.largest:.1g}"
 
 
-def open_engine(cfg, path: ModelPath, max_batch: int):
-    """Opens a Policy that is not trained, or for --url an Endpoint, which has its sample()."""
+def open_engine(cfg, path: ModelPath, max_batch: int, trains: bool = False):
+    """Opens a Policy, or for --url an Endpoint, which has its sample()."""
     if cfg.url:
         endpoint.check_url(cfg.url)
         model = cfg.model
         return endpoint.Endpoint(cfg.url, model.model, model.context, model.temperature)
-    return Policy(path, cfg.model, cfg.seed, max_batch, trains=False)
+    return Policy(path, cfg.model, cfg.seed, max_batch, trains=trains)
 
 
 @heartbeat("tokenizer is loading")
@@ -410,7 +410,7 @@ class Trainer:
             self.parameters(), lr, betas=betas, weight_decay=weight_decay, fused=is_fused
         )
 
-    def logprobs(self, batch: list[tuple[list[int], list[int]]], base: bool = False):
+    def logprobs(self, batch: Pairs, base: bool = False):
         """Log-probability and entropy (nats) of the tokens whose mask is 1.
 
         batch: B pairs (tokens, mask), each of one length. base: of the reference of the KL, see
@@ -424,7 +424,7 @@ class Trainer:
             hidden, targets = self.hidden_states(batch)
         return self.logprobs_of(hidden, targets)
 
-    def pass_tokens(self, batch: list[tuple[list[int], list[int]]]) -> int:
+    def pass_tokens(self, batch: Pairs) -> int:
         """Tokens of a pass over this batch, by which its memory is estimated."""
         from flatlab.model.packing import row_tokens
 
@@ -433,7 +433,7 @@ class Trainer:
             weight = memory.copy_weight(self.model.config.get_text_config())
         return row_tokens(batch, self.packs, weight)
 
-    def hidden_states(self, batch: list[tuple[list[int], list[int]]]):
+    def hidden_states(self, batch: Pairs):
         """Last hidden states (N, D) before each token whose mask is 1, and these tokens (N,)."""
         import torch
 

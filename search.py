@@ -502,13 +502,8 @@ def check(cfg: Config) -> None:
         raise UserError(f"--select {cfg.select} asks for no strategies: leave out --sampling-mode.")
 
 
-def grow_all(trees: list[Tree], cfg: Config, model) -> None:
-    """Loads the model and grows the trees. cfg: of the first tree."""
-    policy = open_engine(cfg, model, max(8, cfg.workers))
-    asyncio.run(stoppable(search(trees, policy, cfg.workers)))
-
-
-def main(config_class=Config, script=SCRIPT, check=check, grow_all=grow_all) -> None:
+def main(config_class=Config, script=SCRIPT, check=check, loop=search, trains=False) -> None:
+    """loop: grows the trees. trains: whether it trains the model."""
     cfgs = cli.parse_configs(config_class, sys.argv[1:])
     for cfg in cfgs:
         check(cfg)
@@ -530,7 +525,8 @@ def main(config_class=Config, script=SCRIPT, check=check, grow_all=grow_all) -> 
                 )
             if not first.url:
                 env.check_context(tasks, first, token_counter(first, model))
-            grow_all(growing, first, model)
+            policy = open_engine(first, model, max(8, first.workers), trains)
+            asyncio.run(stoppable(loop(growing, policy, first.workers)))
     console.print_end(trees)
 
 

@@ -13,6 +13,7 @@ strategy of its own in its prompt. The replies that list strategies are not trai
 """
 
 import asyncio
+import itertools
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import grpo  # noqa: E402
 import search  # noqa: E402
 from flatlab.errors import UserError  # noqa: E402
-from flatlab.heartbeat import heartbeat, stoppable  # noqa: E402
+from flatlab.heartbeat import heartbeat  # noqa: E402
 from flatlab.numbers import standard_error  # noqa: E402
 from flatlab.options import Count, Ge, Positive, Resumable, derived  # noqa: E402
 from flatlab.runs import cli  # noqa: E402
@@ -33,7 +34,6 @@ from flatlab.train import batch, checkpoint, metrics  # noqa: E402
 from flatlab.train.job import TrainingRun, in_trainer  # noqa: E402
 from flatlab.tree.nodes import Node, Tree  # noqa: E402
 from flatlab.view import console  # noqa: E402
-from policy import Policy  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class Config(search.Config):
 # ------------------------------------------------------------------ rounds
 
 
-async def learn(trees: list[Tree], policy, cfg: Config) -> None:
+async def learn(trees: list[Tree], policy, workers: int) -> None:
     """Grows one tree after the other, each from the adapter that is there at the start."""
-    slots = asyncio.Semaphore(cfg.workers)
+    slots = asyncio.Semaphore(workers)
     policy.fit_micro_tokens()
     await policy.verify()
     for t in trees:
@@ -78,20 +78,15 @@ async def grow(t: Tree, slots: asyncio.Semaphore) -> None:
     policy.sync(job.step)
     # There is no KL term, and replies that were cut at the length limit carry no gradient.
     cfg = grpo.Config(seed=t.seed, credit="complete", kl=0.0, episode=t.cfg.episode)
-    while picked := start_round(t):
-        playing = []
+    while started := start_round(t):
         with heartbeat(lambda: f"round {policy.version:3}: {len(t.finished)} nodes have ended"):
             async with asyncio.TaskGroup() as together:
-                for children in picked:
-                    tasks = [together.create_task(play(t, node, slots)) for node in children]
-                    playing.append(tasks)
-        groups = []  # the children of one parent each
-        for number, tasks in enumerate(playing):
-            children = [task.result() for task in tasks]
-            for node in children:
-                node.reward = node.value
-            groups.append(batch.Group(number, t.task, children))
-        nodes = sum((group.episodes for group in groups), [])
+                playing = [together.create_task(play(t, node, slots)) for node in started]
+        nodes = [task.result() for task in playing]
+        for node in nodes:
+            node.reward = node.value
+        siblings = itertools.groupby(nodes, lambda node: node.group)
+        groups = [batch.Group(number, t.task, [*children]) for number, children in siblings]
         row = round_row(t, nodes)
         job.step = policy.version
         row |= await in_trainer(grpo.update, policy, optimizer, groups, cfg, job)
@@ -107,21 +102,20 @@ async def grow(t: Tree, slots: asyncio.Semaphore) -> None:
     await search.close(t)
 
 
-def start_round(t: Tree) -> list[list[Node]]:
+def start_round(t: Tree) -> list[Node]:
     """Starts the nodes of a round, a group of children for each parent that the rule picks."""
-    groups = []
+    nodes = []
     for _ in range(t.cfg.parents):
         choice = search.decide(t)
         if choice is None:
             break
         group = t.started
-        children = []
-        while len(children) < t.cfg.children and not t.spent():
-            node = search.add_node(t, choice)
-            node.step, node.group = t.policy.version, group
-            children.append(node)
-        groups.append(children)
-    return groups
+        for _ in range(t.cfg.children):
+            if not t.spent():
+                node = search.add_node(t, choice)
+                node.step, node.group = t.policy.version, group
+                nodes.append(node)
+    return nodes
 
 
 async def play(t: Tree, node: Node, slots: asyncio.Semaphore):
@@ -179,11 +173,5 @@ def check(cfg: Config) -> None:
     search.check(cfg)
 
 
-def grow_all(trees: list[Tree], cfg: Config, model) -> None:
-    """Loads the model and grows the trees."""
-    policy = Policy(model, cfg.model, cfg.seed, max(8, cfg.workers))
-    asyncio.run(stoppable(learn(trees, policy, cfg)))
-
-
 if __name__ == "__main__":
-    cli.run(lambda: search.main(Config, SCRIPT, check, grow_all))
+    cli.run(lambda: search.main(Config, SCRIPT, check, learn, trains=True))

@@ -51,7 +51,7 @@ def grown(policy, change=lambda node: None, seeds=(0,), **config):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "play_node", one)
         try:
-            asyncio.run(learn.learn(trees, policy, cfg))
+            asyncio.run(learn.learn(trees, policy, cfg.workers))
         finally:
             for t in trees:
                 t.run.lock.close()

@@ -934,7 +934,7 @@ def test_a_search_that_learns_shows_its_rounds_and_their_alarms(tmp_path):
     rows[0] |= {"kl": 0.1, "entropy": 1.0, "live_lineages": 2, "improved_share": 0.125}
     rows[0] |= {"nodes": 3, "best_score": 1.5}
     rows[1]["alarms"] = ["It decays."]
-    (folder / "metrics.jsonl").write_text("".join(map(store.json_line, rows)))
+    (folder / "metrics.jsonl").write_text(store.json_lines(rows))
     run = reader.read_run(folder)
     [rounds] = results.run_tables(run)
     titles, _, line = map(str.split, columns.aligned(rounds).splitlines())

@@ -375,7 +375,7 @@ def row_tokens(batch, packed: bool = True, copy_weight: float = 0.0) -> int:
     return sum(lengths) - prompt * (len(batch) - 1) + copied
 
 
-def common_prompt(batch: list[tuple[list[int], list[int]]]) -> int:
+def common_prompt(batch) -> int:
     """Returns how many leading tokens all sequences share before the first trained one.
 
     batch: pairs (tokens, mask). One token less than that, because the last token of the prompt

@@ -1,4 +1,6 @@
-"""The model that a run names: where it lies, and what its config.json says. Needs no torch."""
+"""The model that a run names: where it lies, what its config.json says, how large it is, and one
+sentence for whatever fails while it loads. Needs no torch.
+"""
 
 import os
 import re
@@ -6,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flatlab.errors import UserError, nearest
-from flatlab.files import ROOT, absent, read_mapping
+from flatlab.files import ROOT, absent, read_mapping, usable
 from flatlab.model.adapter import read_settings
 from flatlab.model.fields import POSITIONS, check_fields
-from flatlab.model.loading import loading
 from flatlab.numbers import value_text
 
 STAND_IN = ROOT / "configs" / "tiny"  # the folder of --model tiny
@@ -95,3 +96,25 @@ def config_file(base: str) -> Path:
     except UserError as error:
         local = ["tiny", *map(str, Path("logs").glob("*/best"))]
         raise UserError(f"{error} Local models: {nearest(base, local)}.") from None
+
+
+def count_weights(base: str) -> int:
+    """The number of parameters of a model. Reads the names alone, no weights.
+
+    Raises UserError if one of its tensors is not in its files: both programs would go on with
+    random numbers in its place.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(
+        base, device_map="meta", output_loading_info=True
+    )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise UserError(f"The weights of {base} lack {missing[0]}: fetch the model again.")
+    return model.num_parameters()
+
+
+def loading(program: str, base: str):
+    """Whatever fails inside becomes one sentence about the model `base`. program: what loads it."""
+    return usable(f"The model {base} ({program}; see docs/models.md)")

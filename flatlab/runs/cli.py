@@ -23,6 +23,8 @@ from flatlab.files import TextLoader, read_mapping, validated
 from flatlab.heartbeat import heartbeat
 from flatlab.model.path import ModelPath
 
+TYRO = (tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone)
+
 
 def parse_configs(config_class, argv: list[str], preset: dict | None = None) -> list:
     """Parses `script.py [preset.yaml or task] [--flag value ...]` into a config_class for each run:
@@ -50,12 +52,7 @@ def parse_configs(config_class, argv: list[str], preset: dict | None = None) -> 
     if {"-h", "--help"} & {*flags}:
         show_defaults(settings_class, derived_defaults(config_class))
         print(sys.modules["__main__"].__doc__)  # tyro would join its lines
-    settings = tyro.cli(
-        settings_class,
-        args=preset + flags,
-        description="",
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone),
-    )
+    settings = tyro.cli(settings_class, args=preset + flags, description="", config=TYRO)
     check_values(settings)
     values = {**vars(settings)}
     if values.get("name"):  # as the shell completes it, too
@@ -191,8 +188,7 @@ def call(made, flags: list[str] | None = None, description: str | None = None):
     flags = with_task(sys.argv[1:]) if flags is None else flags
     check_words(flags, options.kinds_of(made))
     show_defaults(made, {})
-    config = (tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone)
-    return tyro.cli(made, args=flags, description=description, config=config)
+    return tyro.cli(made, args=flags, description=description, config=TYRO)
 
 
 def run(main):

@@ -2,9 +2,8 @@
 
     cfgs, model = start.configs(Config, SCRIPT)                     # all checked before one runs
     tasks, sandbox = env.open_tasks(cfgs[0].tasks.task, cfgs[0].sandbox, model.stand_in)
-    prompts = load_prompts(cfgs[0].episode.prompts)
     for cfg in (replace(cfg, sandbox=sandbox) for cfg in cfgs):
-        run = start.begin_run(cfg, tasks, model, is_finished, prompts.digest)
+        run = start.begin_run(cfg, tasks, model, is_finished)
         if not run.finished:
             with start.recorded([run], metrics.first_results(tasks, kind)):
                 ...
@@ -27,6 +26,7 @@ from flatlab.model.path import ModelPath, default_model, model_name, resolve_mod
 from flatlab.numbers import value_text
 from flatlab.runs import cli, store, trackers
 from flatlab.runs.fingerprint import fingerprint
+from flatlab.world.prompts import load_prompts
 
 # ------------------------------------------------------------------ configs
 
@@ -90,16 +90,16 @@ def used_before(cfgs: list) -> dict:
 # ------------------------------------------------------------------ runs
 
 
-def begin_run(cfg, tasks, model, is_finished, prompts="", **more) -> store.Run:
+def begin_run(cfg, tasks, model, is_finished, **more) -> store.Run:
     """Opens logs/<cfg.name> and its trackers, see store.open_run. Prints a line if the run is
     finished; the caller must then skip it.
 
-    model: a ModelPath. is_finished: a function of the Run. prompts: Prompts.digest. more: further
-    values for config.yaml.
+    model: a ModelPath. is_finished: a function of the Run. more: further values for config.yaml.
     """
     config = options.flat(cfg) | more
     names = config.get("trackers", ())
     trackers.check_packages(names)
+    prompts = load_prompts(config["prompts"]).digest if "prompts" in config else ""
     made_by = fingerprint(tasks, prompts, None if config.get("url") else model)
     where = store.run_directory(cfg.name)
     if config.get("url") and not where.exists():

@@ -39,7 +39,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,9 +75,9 @@ def plain(value):
     return value if value is None or isinstance(value, (int, str)) else str(value)
 
 
-def json_line(row: dict) -> str:
-    """One line of ASCII: no lone surrogate or odd line separator can break the file."""
-    return json.dumps(plain(row)) + "\n"
+def json_lines(rows: Iterable[dict]) -> str:
+    """A line of ASCII for each row: no lone surrogate or odd line separator can break the file."""
+    return "".join(json.dumps(plain(row)) + "\n" for row in rows)
 
 
 def sweep(directory: Path) -> None:
@@ -369,7 +369,7 @@ class Run:
     def append(self, file: str, rows: list[dict]):
         """Appends rows, which are on the disk when this returns."""
         with open(self.dir / file, "ab") as out:
-            out.write("".join(map(json_line, rows)).encode())
+            out.write(json_lines(rows).encode())
             out.flush()
             os.fsync(out.fileno())
 
@@ -383,8 +383,7 @@ class Run:
 
     def keep_rows(self, file: str, is_kept: Callable):
         """Removes the other rows of a file. is_kept: a function of a row."""
-        kept = [json_line(row) for row in self.rows(file) if is_kept(row)]
-        write_whole(self.dir / file, "".join(kept))
+        write_whole(self.dir / file, json_lines(filter(is_kept, self.rows(file))))
 
     def truncate_rows(self, step: int):
         """Removes the rows after the checkpoint's `step`."""
@@ -416,8 +415,8 @@ class Run:
         for episode in episodes:
             self.save_transcripts(episode.when, [episode])
         new = {episode.id: episode.row() for episode in episodes}
-        lines = [json_line(new.get(row["id"], row)) for row in self.rows(EPISODES)]
-        write_whole(self.dir / EPISODES, "".join(lines))
+        rows = [new.get(row["id"], row) for row in self.rows(EPISODES)]
+        write_whole(self.dir / EPISODES, json_lines(rows))
 
     def save_transcripts(self, when: str, episodes: list):
         """Writes the texts of these episodes to transcripts/, and their tokens if they have any."""
@@ -425,8 +424,7 @@ class Run:
         tokens = b"".join(episode.packed for episode in episodes)
         if tokens:
             write_whole(path.with_suffix(".tokens.jsonl.gz"), tokens)
-        lines = [json_line(episode.transcript()) for episode in episodes]
-        write_whole(path, "".join(lines))
+        write_whole(path, json_lines(episode.transcript() for episode in episodes))
 
     def update_result(self, **fields):
         """Merges `fields` into result.json."""

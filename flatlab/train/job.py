@@ -125,9 +125,7 @@ class Ranks:
         return total.tolist()
 
     def sum_gradients(self, parameters, agrees: bool) -> bool:
-        """Sums the gradients in place; a missing one counts as 0. Returns whether all ranks agree:
-        the votes travel with the gradients.
-        """
+        """Sums the gradients in place, a missing one as 0. Returns whether all ranks agree."""
         if self.group is None:
             return agrees
         import torch
@@ -138,10 +136,9 @@ class Ranks:
                 p.grad = torch.zeros_like(p)
         grads = [p.grad for p in parameters]
         flat = parameters_to_vector(grads).cpu()
-        flat = torch.cat([flat, flat.new_tensor([not agrees])])
         self.group.allreduce([flat]).wait()
-        vector_to_parameters(flat[:-1].to(grads[0].device), grads)
-        return not flat[-1]
+        vector_to_parameters(flat.to(grads[0].device), grads)
+        return not self.sum(not agrees)[0]
 
     def broadcast(self, tensors) -> None:
         """Overwrites the tensors with those of rank 0."""

@@ -353,8 +353,7 @@ def open_trees(cfgs: list, tasks: dict, rule, model) -> tuple[list[Tree], Path]:
     trees = []
     for cfg in cfgs:
         task = tasks[cfg.task]
-        prompts = load_prompts(cfg.episode.prompts).digest
-        run = begin_run(cfg, [task], model, partial(is_finished, cfg=cfg), prompts)
+        run = begin_run(cfg, [task], model, partial(is_finished, cfg=cfg))
         t = Tree(task, cfg, run, rule)
         if not t.closed:
             (run.dir / "nodes").mkdir(exist_ok=True)

@@ -22,7 +22,7 @@ from importlib import import_module
 from pathlib import Path
 
 from flatlab.files import content_key, read_rows
-from flatlab.runs.store import json_line
+from flatlab.runs.store import json_lines
 
 PROJECT = Path(__file__).resolve().parents[2]
 RESULTS = PROJECT / "logs/mutants.jsonl"
@@ -256,7 +256,7 @@ def run_file(file: str, chosen: list[str]) -> dict[str, str]:
             os.utime(folder / file, (number, number))  # compiled files are told apart by the time
             found[key] = outcome(folder, groups, log)
             with open(RESULTS, "a") as out:
-                out.write(json_line({"key": key, "digest": digest, "killed_by": found[key]}))
+                out.write(json_lines([{"key": key, "digest": digest, "killed_by": found[key]}]))
             print(f"  {number}/{len(waiting)}  {found[key] or 'SURVIVED'}  {key}", flush=True)
     return {key: found[key] for key in chosen}
 
