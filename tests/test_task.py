@@ -899,7 +899,7 @@ def test_arguments_of_a_grader_are_read_as_they_are_written(titanic_copy):
 def test_package_data_that_would_not_be_hidden_is_refused(name):
     """A slip in the name, or a file."""
     task = load_task("diabetes")
-    with user_error(f"{name} of hide_package_data is no folder of a package"):
+    with user_error(f"an agent can read {name}, which hide_package_data should hide"):
         check_before_a_run(replace(task, hide_package_data=(name,)))
     absent = (*task.hide_package_data, "no_such_package/data")
     check_before_a_run(replace(task, hide_package_data=absent))

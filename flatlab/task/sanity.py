@@ -39,8 +39,8 @@ def check_grader(task: Task, make_sandbox) -> None:
 
     Raises UserError if the grader gives neither a score nor a reason, or if it refuses a rule of
     task.trivial, or grade_csv.py one of csv_rules: it would not score any episode. Also if the
-    sandbox lacks required packages, if an agent could not hand in the artefacts, or if there is no
-    folder for a name of task.hide_package_data.
+    sandbox lacks required packages, if an agent could not hand in the artefacts, or could read what
+    task.hide_package_data should hide.
     """
     check_artefacts(task, make_sandbox)
     rules = [*islice(trivial_rules(task), 1)]
@@ -61,20 +61,22 @@ def check_grader(task: Task, make_sandbox) -> None:
 
 WRITE_SECONDS = 20
 WRITE = 'mkdir -p -- "${0%/*}" && echo x > "$0"'
-# Prints the names that are no folders although their package is there
-CHECK_FOLDERS = """
+# Prints the names that are no empty folders although their package is there
+CHECK_HIDDEN = """
 import os, sys
 for name in sys.argv[1:]:
     for path in sys.path:
         package = os.path.join(path, name.split("/")[0])
-        if os.path.exists(package) and not os.path.isdir(os.path.join(path, name)):
+        folder = os.path.join(path, name)
+        if os.path.exists(package) and (not os.path.isdir(folder) or os.listdir(folder)):
             print(name)
 """
 
 
 def check_artefacts(task: Task, make_sandbox) -> None:
     """Writes each artefact as an agent does, and collects them. Raises UserError if an agent may
-    not write one, or if it is missing then. Also if hide_package_data names what is no folder.
+    not write one, or if it is missing then. Also if a sandbox that can hide the data of packages
+    does not hide that of task.hide_package_data.
     """
     folders = [f"{name}file" for name in task.artefacts if name.endswith("/")]
     names = [] if task.collect else task.named_artefacts + folders
@@ -85,16 +87,19 @@ def check_artefacts(task: Task, make_sandbox) -> None:
             if written.exit_code:
                 raise ArtefactError(f"{name} cannot be written: {written.output.strip()}")
         read_artefacts(task, box)
-        program = ["python3", "-I", "-c", CHECK_FOLDERS, *task.hide_package_data]
-        wrong = box.run(program, WRITE_SECONDS).output.split() if task.hide_package_data else []
+        seen = []
+        if task.hide_package_data and box.backend.is_complete:
+            program = ["python3", "-c", CHECK_HIDDEN, *task.hide_package_data]
+            printed = box.run(program, WRITE_SECONDS).output.splitlines()
+            seen = [name for name in task.hide_package_data if name in printed]
     except (ArtefactError, SandboxFault) as error:
         raise UserError(f"Task {task.name}: no agent can hand in its artefacts: {error}.") from None
     finally:
         box.close()
-    if wrong:
+    if seen:
         raise UserError(
-            f"Task {task.name}: {wrong[0]} of hide_package_data is no folder of a package, so the "
-            "agent could read what it should hide."
+            f"Task {task.name}: an agent can read {seen[0]}, which hide_package_data should hide. "
+            "It must be a folder of a package."
         )
 
 
