@@ -169,7 +169,7 @@ class Config(options.RunOptions):
     nodes: Resumable[Count] = 12  # executed nodes per tree, failed ones too
     # how strategies are asked for. none: not at all; sequence: as a list; uniform: equally probable
     # ones; tail: each less probable than tau; local: variations of the parent's. The modes are
-    # experiments: none of them was measured to be better than none
+    # experiments, which gained on one task of two: docs/results.md
     sampling_mode: Several[Literal[*MODES]] = "none"
     select: Literal[*SELECT] = "bfs"  # rule that picks the node to build on
     workers: Resumable[Count] = 4  # nodes that run at the same time, over all trees
