@@ -15,6 +15,7 @@ import functools
 import random
 import time
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated
 
@@ -82,7 +83,9 @@ def best_episodes(cfg: Config, tasks: list) -> list[dict]:
                 if row["task"] in by_task:
                     transcript = transcript_of(row)
                     replies = replies_of(transcript)
-                    by_task[row["task"]][replies] = row["improvement"], transcript
+                    new = row["improvement"], transcript
+                    old = by_task[row["task"]].get(replies, new)
+                    by_task[row["task"]][replies] = max(new, old, key=itemgetter(0))
     chosen = []
     for episodes in by_task.values():
         ranked = sorted(episodes.values(), key=lambda pair: -pair[0])
@@ -172,7 +175,7 @@ def episodes_from(transcripts: list[dict], counter, cfg: Config) -> list[list[Tr
 
 def imitate(policy, episodes: list[list[TrainSequence]], cfg: Config, run) -> None:
     """All updates, with a row and a checkpoint after each; the last adapter is best/."""
-    print(f"imitate  {counted(len(episodes), 'episode')}, {cfg.updates} updates")
+    print(f"imitate  {counted(len(episodes), 'episode')}, {counted(cfg.updates, 'update')}")
     run.update_result(episodes=len(episodes))
     job = TrainingRun(run=run)
     optimizer = policy.make_optimizer(cfg.lr)

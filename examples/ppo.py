@@ -16,6 +16,7 @@ import functools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -132,6 +133,12 @@ def make_batch(policy, groups: list, cfg: Config, job) -> list:
     deviation = max(squares / max(count, 1) - mean**2, 0.0) ** 0.5
     for s in trained:
         s.advantage = [(a - mean) / (deviation + 1e-8) for a in s.advantage]
+    for sequences, e in zip(batch, episodes):
+        replies = [number for segment in e.segments for number in segment.reply if number >= 0]
+        advantages = sum((s.advantage for s in sequences), [])
+        for number in {*replies}:
+            own = [a for reply, a in zip(replies, advantages) if reply == number]
+            e.turns[number]["advantage"] = fmean(own)  # for the transcripts
     return trained
 
 

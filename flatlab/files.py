@@ -139,6 +139,8 @@ def validated(kind: type, values, path: Path | str, strict: bool = False):
     where = ".".join(part for part in first["loc"] if isinstance(part, str))
     if first["type"] == "missing":
         raise UserError(f"{path} lacks the key {where}.")
+    if first["type"] == "extra_forbidden":  # only of a TypedDict
+        raise UserError(f"{path}: unknown key {where!r}; {nearest(where, kind.__annotations__)}.")
     said = [str(path), where, first["msg"]]
     raise UserError(f"{': '.join(filter(None, said))}, not {str(first['input'])[:100]!r}.")
 

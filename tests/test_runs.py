@@ -528,18 +528,17 @@ DAMAGED = {
     "steps: 0x10": "--steps needs a whole number, not '0x10'.",
     "steps: null": "--steps needs a whole number, not 'null'.",
     "minutes: yes": "--minutes needs a number, not 'yes'.",
+    "taw: 1": "A preset has the unknown key 'taw'; did you mean tau",
+    "tau:\n  tau: 1": "A preset needs one value or a list for 'tau', not {'tau': '1'}",
 }
 
 
-def test_bad_presets(parse, tmp_path, capsys):
+def test_bad_presets(parse, tmp_path):
     with user_error("There is no file or folder .*nothing.yaml; "):
         cli.parse_configs(Nested, [str(tmp_path / "nothing.yaml")])
     for text, sentence in DAMAGED.items():
         with user_error(sentence):
             parse(text)
-    with pytest.raises(SystemExit, match="2"):
-        parse("taw: 1")
-    assert "--tau" in capsys.readouterr().err
 
 
 TEXTS = ("no", "on", "1_000", "1.50", "1e3", "0123", "2026-11-26", "1:30")

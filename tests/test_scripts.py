@@ -90,7 +90,7 @@ def test_the_best_different_valid_episodes_that_beat_the_baseline(stored):
     where = stored(
         talk(0.70, "b"),
         talk(0.78, "a"),
-        talk(0.78, "a"),
+        talk(0.705, "a"),  # on other files
         talk(0.5, "worse"),
         talk(None, "nothing"),
         talk(0.79, "x", task="other"),
@@ -593,6 +593,9 @@ def test_ppo_whitens_its_advantages_and_sets_targets():
         assert sequence.target == pytest.approx([1, 1, 1])
         assert sequence.advantage == pytest.approx([one, 0, -one], abs=1e-5)
         assert {*sequence.weight} == {1 / 6}
+    for episode in group.episodes:
+        kept = [turn["advantage"] for turn in episode.turns]
+        assert kept == pytest.approx([one / 2, -one], abs=1e-5)
 
 
 @pytest.fixture

@@ -133,7 +133,7 @@ def test_intervals_resample_within_a_task():
 DAMAGED = {  # file: (content, the end of the sentence about it)
     "a.yaml": ("settings: [titanic]", "settings: Input should be a valid dictionary"),
     "b.yaml": ("settings:", "settings: Input should be a valid dictionary"),
-    "c.yaml": ("setings: {attempts: 2}", "setings: Extra inputs are not permitted"),
+    "c.yaml": ("setings: {attempts: 2}", "unknown key 'setings'; did you mean settings"),
     "d.yaml": ("needs: 5", "needs: Input should be"),
     "e.yaml": ("notes: [x]", "notes: Input should be a valid string"),
     "f.yaml": ("published: x", "published: Input should be a valid dictionary"),

@@ -25,6 +25,7 @@ from flatlab.runs import store, trackers
 from flatlab.train import checkpoint, metrics
 from flatlab.train.batch import Group
 from flatlab.view import columns, compare, console, page, plots, reader, results
+from flatlab.view.episodes import learned as learned_from
 from flatlab.world.episode import Episode
 from helpers import (
     CONFIG,
@@ -451,6 +452,12 @@ def printed(capsys, *arguments, **options):
     return capsys.readouterr().out
 
 
+def test_a_group_of_equal_rewards_can_be_trained():
+    """By examples/ppo.py."""
+    row = {"task": "titanic", "reward": -1.0, "trained": 2}
+    assert learned_from([row, row]) == "titanic, rewards -1.000 to -1.000, 2 of 2 trained"
+
+
 def test_what_a_step_was_learned_from_in_the_terminal(tmp_path, capsys):
     text = printed(capsys, learned(tmp_path).dir, step=1)
     assert re.findall("^step.*", text, re.M) == [
@@ -542,6 +549,8 @@ def test_trackers_get_the_numbers_of_a_row():
     numbers = {"reward_mean": 0.3, "reward_std": 0.2, "value_mean": 0.5, "seconds": 2.0}
     numbers |= {"value_stderr": 0.1, "valid_share": 0.75}
     assert trackers.scalars(row) == pytest.approx(numbers)
+    node = {"step": 1, "order": 5, "tokens": 7}  # in a search that learns
+    assert (trackers.step_of(node), trackers.scalars(node)) == (5, {"node/tokens": 7})
 
 
 def tracked(tmp_path, name):

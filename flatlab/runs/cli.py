@@ -167,11 +167,17 @@ def derived_defaults(config_class) -> dict[str, str]:
 def preset_flags(preset: dict, defaults: dict) -> list[str]:
     """The 'name: value' pairs of a preset as command-line flags. Values are texts: YAML's words for
     true and false mean that only where the default is one of them, and its null where it is None.
+    Raises UserError for a key that is no option.
     """
     flags = []
     for key, value in preset.items():
         name = str(key).replace("_", "-")
-        default = defaults.get(name.replace("-", "_"), "")
+        option = name.replace("-", "_")
+        if option not in defaults:
+            raise UserError(f"A preset has the unknown key {key!r}; {nearest(option, defaults)}.")
+        if isinstance(value, dict):
+            raise UserError(f"A preset needs one value or a list for {key!r}, not {value}.")
+        default = defaults[option]
         word = str(value).lower()
         if isinstance(default, bool) and word in SafeLoader.bool_values:
             flags.append(f"--{name}" if SafeLoader.bool_values[word] else f"--no-{name}")

@@ -80,13 +80,16 @@ def wandb_id(directory: Path) -> str:
 
 def step_of(row: dict) -> int:
     """The x axis: the training step, or the order in which nodes were started."""
-    return row["order"] if row.get("step") is None else row["step"]
+    return row.get("order", row.get("step"))
 
 
 def scalars(row: dict) -> dict[str, float]:
-    """The numbers of a row that can be drawn as curves."""
+    """The numbers of a row that can be drawn as curves. Those of a node in a search that learns,
+    whose rounds have curves of the same names, begin with node/.
+    """
+    is_node = "order" in row and row.get("step") is not None
     return {
-        key: value
+        f"node/{key}" if is_node else key: value
         for key, value in row.items()
         if key not in ("step", "order") and number(value) is not None
     }

@@ -77,7 +77,10 @@ class Task:
         limits = self.step_timeout, self.grade_timeout
         needs = {
             "a name without spaces and slashes": re.fullmatch(r"[^\s/]+", self.name),
-            "splits": self.splits,
+            "splits, each once": self.splits and len({*self.splits}) == len(self.splits),
+            "hide_package_data such as sklearn/datasets/data": all(
+                re.fullmatch(r"[A-Za-z_]\w*(/[^/]+)+", name) for name in self.hide_package_data
+            ),
             "artefacts": self.artefacts,
             "artefacts in the workspace": not any(
                 {"", ".", ".."} & {*name.removesuffix("/").split("/")} for name in self.artefacts

@@ -61,6 +61,6 @@ def learned(rows: list[dict]) -> str:
     low, high = min(rewards), max(rewards)
     text = f"{rows[0]['task']}, rewards {low:+.3f} to {high:+.3f}"
     trained = sum(row["trained"] is not None for row in rows)
-    if low == high:
+    if low == high and not trained:
         return f"{text}, equal rewards, none trained"
     return f"{text}, {trained} of {len(rows)} trained" if trained else text
