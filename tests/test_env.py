@@ -757,6 +757,8 @@ def test_the_test_part_is_read_only_if_it_is_asked_for(task, exact, score_test, 
         ("a\nValueError: odd\nb", "no file", "a\nValueError: odd\nb\nno file", "ValueError: odd"),
         ("a: not found\nb", "", "a: not found\nb", "a: not found"),
         ("", "no file", "no file", "no file"),
+        ("$ python3 a.py\nx\n[stopped]", "", "$ python3 a.py\nx\n[stopped]", "[stopped]"),
+        ("$ python3 a.py\nx\n[exit code 1]", "", "$ python3 a.py\nx\n[exit code 1]", "x"),
         ("", "", "", "turn limit"),
     ],
 )

@@ -175,6 +175,7 @@ GRADINGS = ("validate", "invalid")  # statuses of turns
 ERROR_CHARS = 2000
 REASON_CHARS = 200
 EXCEPTION = re.compile(r"[\w.]+(Error|Exception)\b")
+STOPPED = re.compile(r"\[(stopped|exit code 137)")
 
 
 def error_of(episode: Episode, message: str) -> str:
@@ -188,9 +189,12 @@ def error_of(episode: Episode, message: str) -> str:
 
 
 def reason_of(episode: Episode) -> str:
-    """The last line of the error that names an exception, or else its first line."""
-    lines = episode.error.strip().split("\n")
-    named = [line for line in lines if EXCEPTION.match(line)]
+    """The last line of the error that names an exception or says that the commands were stopped, or
+    else its first line. The line that shows how a program was run is none.
+    """
+    said = episode.error.strip().split("\n")
+    lines = [line for line in said if not line.startswith("$ python3 ")] or said
+    named = [line for line in lines if EXCEPTION.match(line) or STOPPED.match(line)]
     return [lines[0], *named][-1][:REASON_CHARS] or episode.status.replace("_", " ")
 
 
